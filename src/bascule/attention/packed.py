@@ -208,9 +208,8 @@ def check(
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
     if num_kv_heads < degree:
         raise ConfigError(
-            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads: Ulysses gives "
-            f"every rank at least one, so use bags of at most {num_kv_heads} ranks, or rings: use "
-            f"{topology.for_heads(num_kv_heads)}"
+            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads, one a rank: use "
+            f"bags of at most {num_kv_heads} ranks, or rings, as {topology.for_heads(num_kv_heads)}"
         )
 
 

@@ -145,13 +145,12 @@ class Merged:
             self._out, self._lse = part, part_lse
             return
         out, lse = self._state()
-        if is_whole:
-            self._out, self._lse = merge(out.to(wide_dtype(self._q)), lse, part, part_lse)
-            return
         out = out.to(wide_dtype(self._q))
-        out[:, :, rows], lse[:, :, rows] = merge(
-            out[:, :, rows], lse[:, :, rows], part.to(out.dtype), part_lse
-        )
+        if is_whole:
+            out, lse = merge(out, lse, part, part_lse)
+        else:
+            before = out[:, :, rows], lse[:, :, rows]
+            out[:, :, rows], lse[:, :, rows] = merge(*before, part, part_lse)
         self._out, self._lse = out, lse
 
     def result(self) -> tuple[Tensor, Tensor]:

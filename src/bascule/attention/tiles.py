@@ -57,9 +57,8 @@ class _MaskCache:
             return False
         if self._is_other:
             raise ConfigError(
-                f"attention: a mask on {mask.device} was changed without torch noticing (by .data "
-                "or a kernel), so calls since then used its old values: change it by "
-                "mask.copy_(..), or give a new tensor"
+                f"attention: a mask on {mask.device} was changed by .data or a kernel, "
+                "and calls used its old values: change it by mask.copy_(..), or give a new tensor"
             )
         self._is_other.copy_((_values(mask) != self._values).any(), non_blocking=True)
         return True

@@ -293,7 +293,7 @@ def forward(
         sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
         q, k, v = whole.transpose(1, 2).split_with_sizes(sizes, 1)
         out, lse = ring_forward(q, k, v, tiles, call)
-        out, lse = _sunk(out, lse, _own_sink(sink, call))
+        out, lse = _sunk(out, lse, None if sink is None else _local_sink(sink, call))
         out = out.transpose(1, 2)
         (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
     if call.count is not None:
@@ -301,10 +301,10 @@ def forward(
     return own if heads.is_packed else own.transpose_(1, 2), whole, out, lse
 
 
-def _own_sink(sink: Tensor | None, call: AttentionCall) -> Tensor | None:
+def _local_sink(sink: Tensor, call: AttentionCall) -> Tensor:
     """Return a view of the sinks of the heads that this rank attends with."""
     heads = call.heads
-    if sink is None or heads is None:
+    if heads is None:
         return sink
     each = sink.shape[0] // heads.num_kv_heads
     return sink.narrow(0, heads.first_kv_head * each, heads.own_kv_heads * each)
@@ -322,14 +322,10 @@ def _sink_gradient(
     grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor, call: AttentionCall
 ) -> Tensor:
     """Return the gradient of all sinks from (B, local heads, S, D); 0 for heads of other ranks."""
-    own = _own_sink(sink, call)
-    assert own is not None
-    weights, wide = (own.to(lse.dtype)[:, None] - lse).exp(), wide_dtype(out)
+    weights = (_local_sink(sink, call).to(lse.dtype)[:, None] - lse).exp()
+    wide, total = wide_dtype(out), torch.zeros_like(sink)
     each = weights * (grad.to(wide) * out.to(wide)).sum(-1)
-    total = torch.zeros_like(sink)
-    view = _own_sink(total, call)
-    assert view is not None
-    view.copy_(-each.sum((0, 2)))
+    _local_sink(total, call).copy_(-each.sum((0, 2)))
     return total
 
 

@@ -181,15 +181,12 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _host_copy(x: Tensor) -> Tensor:
-    copy = _on_host(x)
-    copy.copy_(x)
-    return copy
+    return _on_host(x).copy_(x)
 
 
 def _like(x: Tensor, copy: Tensor) -> Tensor:
-    on_device = x.new_empty(copy.shape)
-    on_device.copy_(copy)
-    return on_device
+    """Return a copy of a host tensor on the device of `x`."""
+    return x.new_empty(copy.shape).copy_(copy)
 
 
 def _wait_for_stream(x: Tensor) -> None:

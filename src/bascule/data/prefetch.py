@@ -1,7 +1,7 @@
 """The thread that makes steps of a balanced loader ahead, its process group, and its end.
 
-Two threads in one group of gloo get each other's bytes, and torch never frees a group alone. So
-iterations borrow from a pool a group that is free on all ranks, by a gather.
+Two threads in one group of gloo get each other's bytes, and torch never frees a single group. So
+each iteration borrows from a pool a group that is free on all ranks, found by a gather.
 
 A rank that leaves sends a flag in its next gather, and a note to the store. Threads of other ranks
 that are far ahead read the note once a second, and go on up to the microbatch in it.
@@ -42,7 +42,7 @@ Position = tuple[int, int]
 
 
 class Departure(NamedTuple):
-    """A rank of the group that left, after the last microbatch it was handed; "" without error."""
+    """A rank that left, the last microbatch that it got, and its error; "" for none."""
 
     rank: int
     after: Position
@@ -57,7 +57,7 @@ class Departure(NamedTuple):
 
 
 class Lease:
-    """Group of a pool, and whether an iteration of this rank uses it."""
+    """A group of a pool, and whether an iteration of this rank uses it."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group, self.is_lent = group, False
@@ -183,7 +183,7 @@ class Prefetcher:
             self._handed = position
 
     def _check_open(self) -> None:
-        """Raise an error that must not wait until the ready steps are used."""
+        """Raise an error that must not wait until the steps that are ready are used."""
         if self._is_closing:
             raise ConfigError(
                 "this iteration was ended by close(), or by another iteration of the same loader: "

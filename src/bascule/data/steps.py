@@ -109,9 +109,8 @@ def num_input_ids(sample: Sample) -> int:
         ) from error
     if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
         raise ConfigError(
-            f'"input_ids" of {length} rows, and a sample has one row of tokens: give input_ids[0], '
-            "if it is a batch of one; take a collated batch apart by LoaderOptions(unpack=..); or "
-            "give BalancedLoader a length_fn"
+            f'"input_ids" of {length} rows, not one row of tokens: give input_ids[0] of a batch of '
+            "one, LoaderOptions(unpack=..) for collated batches, or BalancedLoader a length_fn"
         )
     return length
 
@@ -257,7 +256,7 @@ class Loaded:
         return cls(*numbers, [*map(_saved_in, words)], Offer.from_words([x[size:] for x in words]))
 
     def is_last(self, ends: Ends) -> bool:
-        """Return True if there is no step any more."""
+        """Return True if no step is left."""
         is_short = ends == "drop_last" and bool((self.flags & _SHORT).any())
         return is_short or not (self.flags & _SOME).any()
 

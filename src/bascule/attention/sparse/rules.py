@@ -97,9 +97,8 @@ class BlockRule:
         fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, wanted, strict=True))
         if not fits or chosen.dtype != torch.bool:
             raise ConfigError(
-                f"the rule {self.name} gave a {type(chosen).__name__} of shape {shape}: give a "
-                f"bool tensor {wanted} (batch, heads, query blocks here, key blocks), True where "
-                "computed"
+                f"the rule {self.name} gave a {type(chosen).__name__} of shape {shape}: give bool "
+                f"{wanted} (batch, heads, query blocks here, key blocks), True where computed"
             )
         return chosen.expand(-1, -1, -1, wanted[-1])
 
@@ -107,8 +106,7 @@ class BlockRule:
 def rule_of(rule: object) -> BlockRule:
     """Return a rule with the features that it takes."""
     made = rule if isinstance(rule, BlockRule) else BlockRule(function("rule", rule))
-    choose = made.choose
-    name = made.name or getattr(choose, "__qualname__", type(choose).__name__)
+    name = made.name or getattr(made.choose, "__qualname__", type(made.choose).__name__)
     return replace(made, name=name)
 
 
