@@ -190,8 +190,8 @@ class _Writer:
             )
         if tensor.requires_grad:
             raise ConfigError(
-                f"{path} requires a gradient, which does not come back from another rank: give "
-                "what it is computed from, such as token ids, or detach it if it trains nothing"
+                f"{path} requires a gradient, which would not come back: give what it is computed "
+                "from, as token ids, and compute it within the model; or detach it to train nothing"
             )
         if type(tensor) is not Tensor:
             raise _refusal(tensor, path)
