@@ -214,7 +214,7 @@ def attention(
             return prepared, new_call(prepared.name, prepared.sizes, q_here, k_here, attn_mask)
 
         if isinstance(options.kernel, FunctionKernel):
-            # Names of groups come again in a later job.
+            # A later job may reuse the names of groups.
             groups = tuple(group and group.reference for group in ranks.groups)
             prepared, call = options.kernel.calls.get((groups, *key), first)
         else:

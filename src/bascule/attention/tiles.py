@@ -254,7 +254,7 @@ class Pieces:
 def _masked(
     layout: SequenceLayout, ring: int, mask: Tensor | None, causal: bool, q: Tensor
 ) -> list[Tile]:
-    """Return, by ring rank, all queries and all keys, with what is added to their scores."""
+    """Return, by ring rank, a tile of all queries and all keys with a bias."""
     places = [positions_on(layout, other, q.device) for other in range(layout.ring_degree)]
     rows = places[ring]
     if mask is None:

@@ -151,7 +151,7 @@ class Calls:
             raise self._failure(where, error) from error
 
     def wait(self, where: str, wait: Callable[[], object]) -> None:
-        """End a call when the others have come: `wait` returns then. CommError if they do not."""
+        """Wait until the other ranks have made the call; CommError if they do not."""
         waited = begin_range(where) if is_profiled() else None
         watch, self.since = self._watch, time.monotonic()
         try:
@@ -267,7 +267,7 @@ class Watch:
         self.ask(lambda store: self._note(store, failed))
         if text:
             self.ask(lambda store: write(store, "failed/last", str(self._rank)))
-        elif self.ask(self._last) is None:  # keep a failure that comes meanwhile
+        elif self.ask(self._last) is None:  # keep a failure noted meanwhile
             last = self.ask(lambda store: read(store, "failed/last")) or ""
             self.ask(lambda store: store.compare_set("bascule/failed/last", last, str(self._rank)))
         return failed

@@ -28,7 +28,7 @@ K = TypeVar("K", bound=Hashable)
 
 _NUM_AGREED = 4096
 _NUM_VIEWS = 64
-_PAUSE_S = 0.1  # at most, between two looks whether the others have come
+_PAUSE_S = 0.1  # longest pause between two looks for the other ranks
 
 
 class Cache(Generic[K, T]):
@@ -332,7 +332,7 @@ def new_group(
 ) -> RankGroup:
     """Create a group of global ranks; only they need to call, in the same order for all groups.
 
-    CommError if one has not come within `timeout_s`, then the longest wait of its collectives. A
+    CommError if a rank is late by `timeout_s`, which then limits waits in its collectives. A
     `backend` of None is the default group's.
     """
     number("timeout_s", timeout_s, 1e-3, 1e7)
@@ -358,7 +358,7 @@ def new_group(
 
 
 def _meet(calls: Calls, timeout_s: float) -> None:
-    """Wait until all have come; RuntimeError if not in time, after taking the coming back."""
+    """Wait for all ranks; after `timeout_s` leave the meeting and raise RuntimeError."""
     counted, opened = f"bascule/meeting/{calls.key}", f"bascule/met/{calls.key}"
     size, deadline = len(calls.ranks), time.monotonic() + timeout_s
     if ask(lambda store: store.add(counted, 1)) == size:  # the last one calls all together

@@ -365,7 +365,7 @@ def move_items(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> li
 def move_items_with_gradients(
     move: ItemMove, items: Sequence[Any], parcels: Sequence[Parcel], num_bytes: Ints, token: Tensor
 ) -> tuple[list[Any], Tensor]:
-    """Move items with gradients, which come back to the items that were sent in one all-to-all.
+    """Move items; their gradients return to the items that were sent, in one all-to-all.
 
     `items` and `parcels` are what this rank sends. Every rank takes part in the backward if the
     returned token or an item gets a gradient on it. The token () requires a gradient; it orders the

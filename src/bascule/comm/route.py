@@ -41,7 +41,7 @@ class _Direction:
     send_splits: list[int]
     recv_splits: list[int]
     recv_index: Tensor | None
-    sum_index: Tensor | None  # (rows that come back,) the row at home of each copy; None: no copies
+    sum_index: Tensor | None  # (rows received,) the row at home of each copy; None: no copies
     num_moved: int  # rows that leave this rank
 
 

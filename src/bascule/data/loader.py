@@ -429,7 +429,7 @@ class BalancedLoader:
         self._metrics = LoaderMetrics()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the epoch's microbatches; after its end, those of the next epoch.
+        """Yield the rest of the epoch's microbatches; after its end, the next epoch's.
 
         All ranks raise a CommError if one failed or left, a PlanError if limits cannot be kept.
         """
@@ -558,7 +558,7 @@ class BalancedLoader:
         return self._redistributor.terms[-1].cost
 
     def metrics(self) -> dict[str, Any]:
-        """Return the counts of this loader so far on this rank, those of `LoaderMetrics`."""
+        """Return the `LoaderMetrics` of this loader so far on this rank, as a dict."""
         return dataclasses.asdict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait for this thread, which ends with those of other ranks; return True if it ended."""
+        """Wait for the thread, which ends when other ranks' threads do; return True if it ended."""
         if self._thread is threading.current_thread():  # which collects an iteration as garbage
             return False
         with self._changed:

@@ -97,7 +97,7 @@ def state_of(words: Ints) -> Any:
 class Uncollated:
     """An uncollated batch, for use as a `collate_fn`.
 
-    Its length, and that of each of its fields, is the number of samples: some loaders count them.
+    It and each of its fields have the length of the samples: some loaders count them.
     """
 
     __iter__ = None

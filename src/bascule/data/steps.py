@@ -139,7 +139,7 @@ class Load:
     offer: Offer | None = None
     parcels: Sequence[Parcel] = ()
     num_items: Sequence[int] = ()  # that the loader gave, before `unpack`, by microbatch
-    num_missing: int = 0  # how many of these items are None
+    num_missing: int = 0  # items that are None
     saved: Saved = (0, words_of(None))  # before the step
     error: Exception | None = None
 
@@ -218,7 +218,7 @@ class DataRanks:
 
     group: RankGroup
     place: Ints  # (group size,) data-parallel index of each, peers included
-    along: RankGroup  # ranks that this one shares samples with, in the order of these indices
+    along: RankGroup  # ranks that this one shares samples with, by data-parallel index
 
     @cached_property
     def index(self) -> int:
@@ -368,7 +368,7 @@ class ReadyStep:
 
     batches: list[Batch]
     num_items: Ints  # (M, D) of the loaders
-    num_missing: int  # how many of these are None on this rank
+    num_missing: int  # items of this rank that are None
     saved: list[Saved]  # (D,) of the loaders before the step; none in most, if they are long
     sent_bytes: int
     received_bytes: int
@@ -376,7 +376,7 @@ class ReadyStep:
 
     @property
     def is_void(self) -> bool:
-        """True if the loaders gave items, and all of these were None."""
+        """True if the loaders gave items, all of them None."""
         lens = [batch.plan.seq_lens.size for batch in self.batches]
         return bool(self.num_items.any()) and not any(lens)
 

@@ -255,8 +255,8 @@ def sparse_attention(
         ConfigError: Shapes, plan, masks or settings do not fit.
         CommError: The ranks disagree, or a rank did not come in time.
     """
-    more: Any = {"scale": scale, "kernel": kernel, "keys": keys, "comm_dtype": comm_dtype}
-    return attend_sparse(q, k, v, mesh, plan, seen, **more)[0]
+    settings: Any = {"scale": scale, "kernel": kernel, "keys": keys, "comm_dtype": comm_dtype}
+    return attend_sparse(q, k, v, mesh, plan, seen, **settings)[0]
 
 
 @shared("sparse attention")

@@ -126,10 +126,11 @@ def _means(sums: Tensor) -> tuple[Tensor, Tensor]:
 def _seen(
     q_lens: Ints, kv_lens: Ints, kv_place: Ints, chosen: Bools, sizes: tuple[int, int]
 ) -> BlockRows:
-    """Return what clusters (B, h, M + 1) of queries see of those (B, kv h, N + 1) of a ring rank.
+    """Return which of a ring rank's clusters of keys each cluster of queries sees.
 
-    `kv_place` (h,) finds the keys of a head; `chosen` (B, h, M + 1, N + 1) is of all ranks.
-    Clusters are cut in blocks of at most `sizes` queries and keys, for kernels work by the longest.
+    `q_lens` (B, h, M + 1) and `kv_lens` (B, kv h, N + 1) are sizes of clusters, which are cut in
+    blocks of at most `sizes` queries and keys, for kernels work by the longest. `kv_place` (h,)
+    finds the keys of a head; `chosen` (B, h, M + 1, N + 1) is of all ranks.
     """
     num_q, num_kv, width = -(-q_lens // sizes[0]), -(-kv_lens // sizes[1]), chosen.shape[3]
     row, column = np.nonzero(chosen.reshape(-1, width))
