@@ -181,12 +181,15 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _host_copy(x: Tensor) -> Tensor:
-    return _on_host(x).copy_(x)
+    copy = _on_host(x)
+    copy.copy_(x)
+    return copy
 
 
 def _like(x: Tensor, copy: Tensor) -> Tensor:
-    """Return a copy of a host tensor on the device of `x`."""
-    return x.new_empty(copy.shape).copy_(copy)
+    on_device = x.new_empty(copy.shape)
+    on_device.copy_(copy)
+    return on_device
 
 
 def _wait_for_stream(x: Tensor) -> None:
@@ -201,7 +204,7 @@ def is_staged(group: RankGroup, x: Tensor) -> bool:
     if not this_world().stages_cuda:
         raise ConfigError(
             f"a tensor on {x.device}, and gloo of group {group.name!r} moves those of the host: "
-            "use NCCL, or with ranks on one GPU call bascule.comm.stage_cuda() on all of them"
+            "use NCCL, or for ranks on one GPU call bascule.comm.stage_cuda() on every rank"
         )
     return True
 
