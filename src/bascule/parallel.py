@@ -46,7 +46,7 @@ class PlanRequest:
     sync: Sync
     initial_loads: Floats | None  # as for `plan_batch`
     settings: Mapping[str, str]  # all that must be the same on all ranks, as text
-    error: Exception | None
+    error: Exception | None  # of this rank, for all ranks to raise
 
     @property
     def where(self) -> str:
@@ -87,7 +87,7 @@ class Planning:
 
 
 class PlanFuture:
-    """Steps whose plans a thread makes; see `SequenceParallel.plan_async`."""
+    """A future of steps whose plans a thread makes; see `SequenceParallel.plan_async`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Exact attention in the place of that of yunchang, xDiT and ParaAttention.
+"""Exact attention in place of the attention of yunchang, xDiT and ParaAttention.
 
 Shapes: B batch, H heads, T tokens of this rank, J joint tokens, which every rank has, D head width.
 """
@@ -68,9 +68,11 @@ def in_place_of(
     @functools.wraps(function)
     @shared("attention in the place of another package's")
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        wishes = dict(signature.bind(*args, **kwargs).arguments)
-        take: Callable[..., Any] = wishes.pop
-        qkv: list[Tensor] = [*take("qkv").unbind(2)] if "qkv" in wishes else list(map(take, _ROLES))
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        take: Callable[..., Any] = arguments.pop
+        qkv: list[Tensor] = (
+            [*take("qkv").unbind(2)] if "qkv" in arguments else list(map(take, _ROLES))
+        )
         joint = "joint_tensor_" if is_module else "joint_"
         parts: list[Tensor | None] = [take(joint + role, None) for role in _ROLES]
         text = [x for x in parts if x is not None]
@@ -85,7 +87,7 @@ def in_place_of(
         caches = sys.modules.get("xfuser.core.cache_manager.cache_manager")
         if attn is not None and caches is not None:
             _refuse("PipeFusion's cache", caches.get_cache_manager().has_cache_entry(attn))
-        for name, value in wishes.items():
+        for name, value in arguments.items():
             _refuse(name, name not in _WITHOUT_EFFECT and value)
         _refuse("window_size without causal", not is_causal and (left, right) != (-1, -1))
         tokens = layout or _layout(peer, ranks, qkv[0].shape[2], sparse)
@@ -97,7 +99,7 @@ def in_place_of(
         elif has_text:
             qkv, tokens = _joined(qkv, text, strategy, tokens)
         q, k, v = qkv
-        with torch.autocast(q.device.type, enabled=False):  # not of what attention is made of
+        with torch.autocast(q.device.type, enabled=False):  # the kernels take the dtype of q
             if sparse is not None:
                 layer = attn if handle is None else handle
                 states = layers.setdefault(layer, SparseLayers(sparse, ranks))
@@ -112,7 +114,7 @@ def in_place_of(
 
 
 def _refuse(name: str, value: object) -> None:
-    """Refuse what is there and not False, 0 or empty."""
+    """Refuse a setting whose value is not None, False, 0 or empty."""
     is_object = isinstance(value, Tensor | nn.Module)
     if is_object or value:
         shown = type(value).__name__ if is_object else repr(value)
@@ -145,18 +147,18 @@ def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> Att
     def make() -> AttentionMesh:
         if len(ranks) == 1:
             return AttentionMesh(None, None, None)
-        known = [x for x in (*groups, resolve(None)) if x is not None]
-        same = [x for x in known if {*dist.get_process_group_ranks(x)} == {*ranks}]
+        existing = [x for x in (*groups, resolve(None)) if x is not None]
+        same = [x for x in existing if {*dist.get_process_group_ranks(x)} == {*ranks}]
         whole = member_of(same[0], "attention", ranks=ranks) if same else group_of(ranks)
         return mesh_over(whole, ring=len(rows), ulysses=len(columns))
 
-    return this_world().kept((in_place_of, ranks, len(rows)), make, lambda made: made.exists)
+    return this_world().cached((in_place_of, ranks, len(rows)), make, lambda made: made.exists)
 
 
 def _layout(
     peer: Any, ranks: AttentionMesh, num_tokens: int, sparse: SparseConfig | None
 ) -> SequenceLayout:
-    """Return the layout of ranks with as many tokens each."""
+    """Return the layout in which the peer cuts a sequence, with as many tokens on every rank."""
     ring, ulysses = ranks.degrees
     kind = getattr(getattr(peer, "ring_attn_fn", None), "__name__", "").partition("_")[0]
     is_zigzag, is_dealt = (kind == name and ring > 1 for name in ("zigzag", "stripe"))
@@ -174,7 +176,7 @@ def _layout(
 def _joined(
     qkv: list[Tensor], text: list[Tensor], strategy: str | None, layout: SequenceLayout
 ) -> tuple[list[Tensor], SequenceLayout]:
-    """Return tensors and layout with the joint tokens, which every rank has."""
+    """Join the joint tokens, which every rank has, to q, k and v and the layout."""
     if len(text) < 3 or strategy not in ("front", "rear"):
         raise ConfigError(
             f"joint_strategy={strategy!r} and {len(text)} joint tensors: give 'front' or 'rear', "
@@ -196,8 +198,8 @@ def _sparse(
     """Attend to the blocks that a layer's masks or rule show, and plan its next call."""
     if layout.stripe != layers.config.dealt:
         raise ConfigError(f"{layout} with sparse: give it stripe={layers.config.dealt}")
-    this, segments = SparsePass(layers), enumerate(layout.segments)
-    lens = {str(number): length for number, length in segments}
-    out = this.attend(this.next_layer() or 0, qkv, lens, scale, None)
-    this.end()
+    sparse_pass = SparsePass(layers)
+    lens = {str(number): length for number, length in enumerate(layout.segments)}
+    out = sparse_pass.attend(sparse_pass.next_layer() or 0, qkv, lens, scale, None)
+    sparse_pass.end()
     return out

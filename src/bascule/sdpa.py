@@ -438,7 +438,7 @@ def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
     if key.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     group = mesh.whole
-    calls = mesh.kept.get(("replicated keys", key.shape, value.shape), Counter[str])
+    calls = mesh.cache.get(("replicated keys", key.shape, value.shape), Counter[str])
     calls["checked"] += 1
     if group is None or calls["checked"] > _MAX_CHECKED or is_fake(key):
         return

@@ -32,7 +32,7 @@ from bascule.attention.usp import (
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_reduce, start_all_to_all, table_on
 from bascule.comm.failures import leave, shared
-from bascule.comm.groups import Kept, RankGroup, this_world
+from bascule.comm.groups import Cache, RankGroup, this_world
 from bascule.comm.marks import mark_lengths
 from bascule.comm.route import BoundRoute, check_rows, move
 from bascule.comm.shared_row import SharedRow
@@ -46,7 +46,7 @@ T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, float]]
 """Method, `causal`, `scale`, which of q, k and v want gradients, and arguments of `Scores`."""
 
-_NUM_FORMS = 64  # most signatures that are remembered: scales may change from call to call
+_NUM_SIGNATURES = 64  # most that a step remembers: scales may change from call to call
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class _Done:
 
 
 @dataclass(slots=True, eq=False)
-class _Forms:
+class _Signatures:
     """The checked signatures of a step's calls, apart from the step, since graphs hold its routes.
 
     Each signature is checked, and agreed on by all ranks, at its first use.
@@ -76,17 +76,17 @@ class _Forms:
 
     group: RankGroup
     number: int  # of the step, for errors
-    made: Kept[Hashable, Any] = field(default_factory=lambda: Kept(_NUM_FORMS))
+    made: Cache[Hashable, Any] = field(default_factory=lambda: Cache(_NUM_SIGNATURES))
 
-    def get(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
-        """Return `make()`, made at the first use of a signature: the form, kinds of tensors."""
+    def get(self, call: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
+        """Return `make()`, made at the first use of a call's settings with such tensors."""
 
         def first() -> T:
-            with shared(f"step {self.number}: {form[0]}"):
+            with shared(f"step {self.number}: {call[0]}"):
                 return make()
 
         try:
-            key = form, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
+            key = call, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
             hash(key)
         except (AttributeError, TypeError, RuntimeError):  # no dense tensors: `make` refuses them
             return first()
@@ -97,34 +97,34 @@ class _Forms:
         text, error = "", None
         try:
             text = check()
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
-        form = text if error is None else error  # which no rank has agreed on
-        first_use(self.group, form, lambda: (text, error), what=what, step=self.number)
+        except Exception as failure:  # whatever it is, the others must not wait
+            error = failure
+        signature = text if error is None else error  # an error has never been agreed on
+        first_use(self.group, signature, lambda: (text, error), what=what, step=self.number)
 
     def check_move(
         self,
         device: torch.device,
-        way: str,
+        name: str,
         num_rows: int,
         names: str,
         xs: Sequence[Any],
         needs: Sequence[bool],
     ) -> None:
-        """Refuse tensors that cannot be moved, or that differ from those of other ranks."""
+        """Refuse tensors that cannot be moved, or whose dtype or width differs between ranks."""
 
         def check() -> str:
             """Describe names, dtypes, widths and gradients, which decide the exchange."""
             if not xs:
-                raise ConfigError(f"{way}: give at least one tensor")
+                raise ConfigError(f"{name}: give at least one tensor")
             texts: list[str] = []
-            for name, x, is_needed in zip(names.split(","), xs, needs, strict=True):
-                check_rows(way, name, x, num_rows, device)
+            for of_x, x, is_needed in zip(names.split(","), xs, needs, strict=True):
+                check_rows(name, of_x, x, num_rows, device)
                 dtype, end = str(x.dtype).removeprefix("torch."), " with gradient" * is_needed
-                texts.append(f"{name} {dtype}{list(x.shape[1:])}{end}")
-            return f"{way}({', '.join(texts)})"
+                texts.append(f"{of_x} {dtype}{list(x.shape[1:])}{end}")
+            return f"{name}({', '.join(texts)})"
 
-        self.get((way, names, *needs), xs, lambda: self.agree(way, check))
+        self.get((name, names, *needs), xs, lambda: self.agree(name, check))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,16 +157,15 @@ class Step:
         self._binding, self._terms, self.number = binding, terms, number
         self.plan = plan
         self._done = _Done()
-        self._forms = _Forms(binding.group, number)
+        self._signatures = _Signatures(binding.group, number)
         # Compilers cannot read numpy arrays: the tensors that graphs need are made here.
         self.local = plan.local(rank)
         self.local_seq_ids = table_on(self.local.seq_ids, binding.device)
         self.token_slot = table_on(self.local.slots, binding.device)
-        place = plan.topology.place_of(rank)
-        self._place, self._degree = place.ulysses, place.ulysses_degree
-        first = rank - self._place
-        self._num_together = int(plan.tokens[first : first + self._degree].sum())
-        self._routes = _bound_routes(plan, place.bag, binding, self._forms, self._done)
+        bag, _, self._ulysses, self._degree = plan.topology.place_of(rank)
+        first = rank - self._ulysses
+        self._num_group_tokens = int(plan.tokens[first : first + self._degree].sum())
+        self._routes = _bound_routes(plan, bag, binding, self._signatures, self._done)
         self._key = this_world().add(self, *self._routes.values())
         for number, route in enumerate(self._routes.values(), self._key + 1):
             route.number = number
@@ -197,13 +196,10 @@ class Step:
         layouts = [plan.local(rank) for rank in ranks]
         ids = np.concatenate([layout.seq_ids[layout.slots] for layout in layouts])
         order = np.lexsort((np.concatenate([layout.positions for layout in layouts]), ids))
-        lens, counts = (
-            np.unique(ids, return_counts=True)[1],
-            [len(layout.slots) for layout in layouts],
-        )
+        lens = np.unique(ids, return_counts=True)[1].tolist()
+        counts = [len(layout.slots) for layout in layouts]
         shared = group.part(ranks, "bag") if len(ranks) > 1 else None
-        args = counts, order, self.number, self._done.share_heads
-        return SharedRow(lens.tolist(), shared, *args)
+        return SharedRow(lens, shared, counts, order, self.number, self._done.share_heads)
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the waits of other ranks."""
@@ -251,7 +247,7 @@ class Step:
     def attend_contexts(
         self, q_CHD: Tensor, k_EKD: Tensor, v_EKD: Tensor, *, scale: float | None = None
     ) -> Tensor:
-        """Exact attention of each token to all of its sequence's context; (C, H, D). No exchange.
+        """Attend exactly from each token to all of its sequence's context; (C, H, D). No exchange.
 
         Tokens of a sequence without a context get 0.
 
@@ -274,7 +270,7 @@ class Step:
         scores: Scores = PLAIN,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Exact attention within each whole sequence; (C, H, D).
+        """Attend exactly within each whole sequence; (C, H, D).
 
         Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
         neighbours forward and 2 R - 1 backward where there is a ring.
@@ -312,7 +308,7 @@ class Step:
         return self._move("gather_samples", {"tensor": tensor})["tensor"]
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """Mean over the tokens of all ranks, right where gradients are averaged (or summed).
+        """Return the mean over all ranks' tokens, for gradients averaged (or summed) over ranks.
 
         One all-reduce of two numbers.
 
@@ -321,7 +317,7 @@ class Step:
             weights: Factor of each value; broadcasts to the values. None counts each once.
         """
         refuse_transforms("mean", per_token)
-        check_weights(weights)  # within an operator nothing has one
+        check_weights(weights)  # within an operator no tensor requires a gradient
         is_checked = not torch.compiler.is_compiling()
         if is_checked:
             self.check_mean(per_token, weights)
@@ -335,12 +331,12 @@ class Step:
     # Entry points of eager code. In compiled code the names and sizes of an operator are constants.
 
     def _move(
-        self, way: str, tensors: dict[str, Tensor], *, back: bool = False
+        self, name: str, tensors: dict[str, Tensor], *, back: bool = False
     ) -> dict[str, Tensor]:
         names = ",".join(tensors)
-        if not names.isascii():  # which operators do not take
+        if not names.isascii():  # operators take ASCII alone
             names = ",".join(map(ascii, tensors))
-        moved = move(self._routes[way], list(tensors.values()), names=names, back=back)
+        moved = move(self._routes[name], list(tensors.values()), names=names, back=back)
         return dict(zip(tensors, moved, strict=True))
 
     def _attend(
@@ -389,8 +385,8 @@ class Step:
             return "rows of a bool tensor"
 
         with shared(where):
-            agreed = partial(self._forms.agree, "count_routed", check)
-            self._forms.get(("count_routed",), [is_marked], agreed)
+            agreed = partial(self._signatures.agree, "count_routed", check)
+            self._signatures.get(("count_routed",), [is_marked], agreed)
             send_index, marks = route.route.send_index, is_marked.numpy()
             marks = marks if send_index is None else marks[send_index]
             dest = np.repeat(np.arange(group.size), route.route.send_splits)
@@ -422,14 +418,14 @@ class Step:
         return packed.Bag.of(self.plan, self._binding.group, self._binding.device)
 
     def check_mean(self, values: Tensor, weights: Tensor | None) -> None:
-        """Refuse values without a mean, or that differ in kind from those of other ranks."""
+        """Refuse values without a mean, or whose dtype or shape differs between ranks."""
 
         def check() -> str:
             check_mean(values, weights)
             return f"{tuple(values.shape[1:])}, {values.dtype}, weights {weights is not None}"
 
         xs = [values] if weights is None else [values, weights]
-        self._forms.get(("mean",), xs, partial(self._forms.agree, "mean", check))
+        self._signatures.get(("mean",), xs, partial(self._signatures.agree, "mean", check))
 
     def _check_settings(self, what: str, causal: bool, scale: float | None, scores: Scores) -> None:
         check_settings(what, causal, scale)
@@ -448,12 +444,11 @@ class Step:
     def _sizes_of(self, what: str, q: Tensor, k: Tensor) -> list[int]:
         if self._degree == 1 or what == "attend_contexts":
             return [0, 0, 0, self._key]
-        base, more = k.shape[1] // self._degree, k.shape[1] % self._degree
-        own = base + (self._place < more)
-        return [self._num_together, q.shape[1] // k.shape[1] * own, own, self._key]
+        num_kv = k.shape[1] // self._degree + (self._ulysses < k.shape[1] % self._degree)
+        return [self._num_group_tokens, q.shape[1] // k.shape[1] * num_kv, num_kv, self._key]
 
     def _call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        return self._forms.get(settings, [q, k, v], lambda: self._make_call(settings, q, k, v))
+        return self._signatures.get(settings, [q, k, v], lambda: self._make_call(settings, q, k, v))
 
     def _make_call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         what, causal, scale, _, key = settings
@@ -470,7 +465,7 @@ class Step:
             return f"{most_sharing} ranks, {shapes}, {q.dtype}, {_name_of(settings)}"
 
         if what == "attend":
-            self._forms.agree(what, check)
+            self._signatures.agree(what, check)
             fixed["count"] = partial(self._done.attend, packed.traffic(bag, q, k))
         else:
             check_tensors(what, q, k, v)
@@ -487,35 +482,36 @@ def _name_of(settings: Settings) -> str:
 
 
 def _bound_routes(
-    plan: Plan, bag: int, binding: Binding, forms: _Forms, done: _Done
+    plan: Plan, bag: int, binding: Binding, signatures: _Signatures, done: _Done
 ) -> dict[str, BoundRoute]:
     """Return the moves of a step by name; a route is made at its first use."""
     group, rank, lens = binding.group, binding.group.rank, plan.seq_lens
     counts, contexts = plan.source_counts, plan.context_lens
     first, size = int(counts[:rank].sum()), group.size
-    own, num_own = slice(first, first + int(counts[rank])), int(counts[rank])
+    num_local = int(counts[rank])
+    local = slice(first, first + num_local)
 
     def of_tokens() -> Route:
         mark_lengths("step", plan, rank)
         return plan.route(rank)
 
     def of_samples() -> Route:  # each to all ranks
-        index = np.tile(np.arange(num_own), size)
-        return Route(index, np.full(size, num_own), counts, None)
+        index = np.tile(np.arange(num_local), size)
+        return Route(index, np.full(size, num_local), counts, None)
 
-    num_tokens, num_contexts = (int(lens[own].sum()), int(plan.tokens[rank])), (0, 0)
+    num_tokens, num_contexts = (int(lens[local].sum()), int(plan.tokens[rank])), (0, 0)
     if contexts is not None:
-        num_contexts = int(contexts[own].sum()), int(contexts[plan.bag_of == bag].sum())
+        num_contexts = int(contexts[local].sum()), int(contexts[plan.bag_of == bag].sum())
     routed, of_contexts = done.route, partial(plan.context_route, rank)
-    ways = {  # what makes the route, (rows here, rows there), whether rows have copies, who counts
+    moves = {  # maker of the route, (rows here, rows there), whether rows have copies, counter
         ("route", "restore"): (of_tokens, num_tokens, False, routed),
         ("route_contexts", "contexts back"): (of_contexts, num_contexts, True, routed),
-        ("gather_samples", "samples back"): (of_samples, (num_own, lens.size), True, None),
+        ("gather_samples", "samples back"): (of_samples, (num_local, lens.size), True, None),
     }
-    where, check = (group, binding.device), partial(forms.check_move, binding.device)
+    where, check = (group, binding.device), partial(signatures.check_move, binding.device)
     return {
-        names[0]: BoundRoute(make, *where, rows, forms.number, names, has_copies, check, count)
-        for names, (make, rows, has_copies, count) in ways.items()
+        names[0]: BoundRoute(make, *where, rows, signatures.number, names, has_copies, check, count)
+        for names, (make, rows, has_copies, count) in moves.items()
     }
 
 
@@ -553,17 +549,6 @@ def check_weights(weights: Tensor | None) -> None:
     """Refuse weights that require a gradient."""
     if isinstance(weights, Tensor) and weights.requires_grad:
         raise ConfigError("mean: weights want a gradient, and get none: pass weights.detach()")
-
-
-def mean_gradient(
-    grad: Tensor, weights: Tensor | None, scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return the gradient of the values; it broadcasts to them."""
-    wide = torch.promote_types(dtype, torch.float32)
-    each = (grad.double() * scale).to(wide)
-    if weights is not None:
-        each = each * weights.to(wide)
-    return each.to(dtype)
 
 
 _SCHEMAS = {
@@ -611,7 +596,11 @@ def _keep_mean(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 def _mean_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     refuse_second(grad)
     weights, scale = ctx.saved_tensors
-    return mean_gradient(grad, weights, scale, ctx.dtype).expand(ctx.shape), None, None, None
+    wide = torch.promote_types(ctx.dtype, torch.float32)
+    each = (grad.double() * scale).to(wide)
+    if weights is not None:
+        each = each * weights.to(wide)
+    return each.to(ctx.dtype).expand(ctx.shape), None, None, None
 
 
 torch.library.register_autograd("bascule::mean", _mean_gradients, setup_context=_keep_mean)

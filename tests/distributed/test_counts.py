@@ -63,7 +63,7 @@ class Operators(TorchDispatchMode):
 class Varlen:
     """Stands for a kernel that takes packed sequences in one launch each way."""
 
-    def unfit(self, form: KernelQuery) -> None:
+    def unfit(self, query: KernelQuery) -> None:
         """It computes anything."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.api import AttentionMesh, attention
-from bascule.attention.tiles import digest_of, kept_of
+from bascule.attention.tiles import cached_by_mask, digest_of
 from bascule.attention.usp import check_settings, check_tensors, with_positive_scale
 from bascule.errors import ConfigError
 
@@ -58,7 +58,7 @@ def test_a_mask_counts_as_it_is_now_however_it_was_written_to(kind: str) -> None
         mask = mask.expand(2, 3, 8) if kind == "expanded" else mask
 
         def now() -> Tensor:
-            return kept_of(mask, "a form", lambda: made.append(mask) or mask.clone())
+            return cached_by_mask(mask, "a form", lambda: made.append(mask) or mask.clone())
 
         assert now() is now() and len(made) == 1
         memory[..., 4:] = 0 if mask.dtype == torch.bool else -1e9

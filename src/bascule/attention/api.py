@@ -59,7 +59,7 @@ def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> T
 def _check_tokens(
     what: str, x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int, num: int
 ) -> None:
-    """Refuse a layout of other ranks, and a tensor without this number of tokens in a dim."""
+    """Refuse a layout for another mesh, and a tensor without `num` tokens in a dim."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"{what}: give a dense tensor, not a {type(x).__name__}")
     _check_degrees(what, layout, mesh.degrees)
@@ -101,7 +101,7 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Settings of how tokens lie and travel, and of what computes, besides `attention`'s own.
+    """Settings of how tokens lie and travel, and of the kernel.
 
     Attributes:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
@@ -192,11 +192,11 @@ def attention(
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] > 1 and options.is_packed:
-        # Kernels take sequences of a batch of one: its heads are those of all rows.
+        # Kernels take packed sequences in a batch of one, so rows of the batch become heads.
         q_row, k_row, v_row = (x.flatten(0, 1)[None] for x in (q, k, v))
         sink = None if sink is None else sink.repeat(q.shape[0])
-        one: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "sink": sink}
-        out = attention(q_row, k_row, v_row, mesh, options=options, **one)
+        same: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
+        out = attention(q_row, k_row, v_row, mesh, options=options, sink=sink, **same)
         return out[0].unflatten(0, q.shape[:2])
     check_sink("attention", sink, q)
     settings = mesh, attn_mask, is_causal, scale, options
@@ -214,24 +214,24 @@ def attention(
             return prepared, new_call(prepared.name, prepared.sizes, q_here, k_here, attn_mask)
 
         if isinstance(options.kernel, FunctionKernel):
-            # Names of groups come again in a later job.
+            # A later job may reuse the names of groups.
             groups = tuple(group and group.reference for group in ranks.groups)
             prepared, call = options.kernel.calls.get((groups, *key), first)
         else:
-            prepared, call = ranks.kept.get(key, first)
+            prepared, call = ranks.cache.get(key, first)
         out = attend(*_operands(q, k, v, prepared), call, attn_mask, sink)
     return replicated(out, prepared.ranks, prepared.layout) if prepared.layout.replicated else out
 
 
 class _Prepared(NamedTuple):
-    """A checked call but for its tensors; compilers make it while they trace."""
+    """A checked call without its tensors; compilers make it while they trace."""
 
-    ranks: Place  # this rank's place
+    ranks: Place  # of the mesh
     layout: SequenceLayout  # which tokens each rank has
     multiplier: float | None  # of the queries, where the scale is not above 0; else None
     num_kv_heads: int  # of keys and values, repeated where ranks are more
     name: str  # the call's text; see `usp`
-    sizes: list[int]  # likewise
+    sizes: list[int]  # the call's sizes; see `usp`
 
 
 def _prepare(
@@ -267,10 +267,10 @@ def _prepare(
         )
     if ranks.degrees == (1, 1):
         wire = None
-    num_heads, together = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
+    num_heads, sizes = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
     if ranks.degrees[1] > 1:
-        own = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
-        together = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * own, own]
+        num_kv = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
+        sizes = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * num_kv, num_kv]
     factor = positive_scale(q.shape[-1], scale)
     kernel, overlap = options.kernel, False
     if not (has_sink or options.is_packed):
@@ -286,13 +286,13 @@ def _prepare(
     )
     name = f"mesh\n{layout_text(ranks, layout)}\n{settings}"
     multiplier = None if scale is None or scale > 0 else scale
-    return _Prepared(ranks, layout, multiplier, num_heads, name, [*together, *layout.segments])
+    return _Prepared(ranks, layout, multiplier, num_heads, name, [*sizes, *layout.segments])
 
 
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, prepared: _Prepared
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as they are attended."""
+    """Return q, k and v scaled, with this rank's share of replicated tokens, and enough heads."""
     ranks, layout = prepared.ranks, prepared.layout
     if prepared.multiplier is not None:
         q = q * prepared.multiplier
@@ -314,7 +314,7 @@ def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, mesh: Place, layout: SequenceLayout, mask: Tensor | None
 ) -> None:
-    """Refuse what cannot be attended."""
+    """Refuse tensors that do not fit each other, the layout or the mesh."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     alike = q.dim() == k.dim() == 4 and k.shape == v.shape
     if not alike or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
@@ -350,7 +350,7 @@ def _check(
 
 
 def _overlaps(options: AttentionOptions, q: Tensor, ranks: Place, layout: SequenceLayout) -> bool:
-    """Return whether Ulysses exchanges while it computes: as asked, or where it measures faster."""
+    """Return whether Ulysses exchanges while it computes; by default, where that is faster."""
     (ring, ulysses), wanted = ranks.degrees, options.overlap
     if ulysses == 1:
         return False

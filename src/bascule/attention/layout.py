@@ -27,7 +27,7 @@ from bascule.plan.sparse import turns
 
 Run = tuple[int, int]  # (start, stop)
 _MARK = 16  # bytes before gathered rows; the mark takes 8 of them
-_MANY = 8  # runs that graphs take by an index: parts compile one by one
+_MANY = 8  # runs; graphs take more by an index, since parts compile one by one
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,14 @@ class SequenceLayout:
         """Return the runs that one rank answers for, by segment; all ranks have each token once."""
         if self.stripe:
             lengths = tuple([index(length) for length in self.segments])  # graphs have numbers
-            degrees = self.ring_degree, self.ulysses_degree
-            form = lengths, self.stripe, self.fixed_turns, *degrees
-            return [list(runs) for runs in _striped_of(form, (ring, ulysses))]
+            sizes = lengths, self.stripe, self.fixed_turns, self.ring_degree, self.ulysses_degree
+            return [list(runs) for runs in _striped_of(sizes, (ring, ulysses))]
         per_segment = 2 if self.zigzag else 1
         runs = [_part(piece, self.ulysses_degree, ulysses) for piece in self.pieces(ring)]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
 
     def own_runs(self, ring: int, ulysses: int) -> list[Run]:
-        """Return the runs of `own`, of all segments."""
+        """Return the runs that one rank answers for, segment after segment."""
         return list(chain.from_iterable(self.own(ring, ulysses)))
 
     def shares(self, ring: int, ulysses: int) -> list[Run]:
@@ -150,9 +149,9 @@ class SequenceLayout:
 
 
 @torch.compiler.assume_constant_result
-def _striped_of(form: tuple[Any, ...], place: tuple[int, int]) -> tuple[tuple[Run, ...], ...]:
-    """Return the runs of a rank, in tuples: compilers take these for constants."""
-    return tuple(map(tuple, _striped_runs(*form)[place]))
+def _striped_of(sizes: tuple[Any, ...], place: tuple[int, int]) -> tuple[tuple[Run, ...], ...]:
+    """Return the runs of a rank as tuples, which are constants in compiled graphs."""
+    return tuple(map(tuple, _striped_runs(*sizes)[place]))
 
 
 @lru_cache(maxsize=256)
@@ -179,10 +178,10 @@ def _striped_runs(
     return runs_of
 
 
-def _part(run: Run, num: int, place: int) -> Run:
-    """Return part `place` of `num` of a run; parts differ by one token at most."""
+def _part(run: Run, num: int, number: int) -> Run:
+    """Return part `number` of `num` parts of a run, which differ by one token at most."""
     start, stop = run
-    first, end = ((num - 1 + (stop - start) * p) // num for p in (place, place + 1))
+    first, end = ((num - 1 + (stop - start) * part) // num for part in (number, number + 1))
     return start + first, start + end
 
 
@@ -210,14 +209,14 @@ def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: i
         return x
     chosen: list[Run] = []
     at = 0
-    for segment, (runs, (first, end)) in enumerate(
-        zip(layout.own(*place), layout.bounds(), strict=True)
-    ):
+    pairs = zip(layout.own(*place), layout.bounds(), strict=True)
+    for segment, (runs, (first, end)) in enumerate(pairs):
         is_whole = segment in layout.replicated
         length = end - first if is_whole else num_tokens(runs)
-        chosen += (
-            [(at + a - first, at + b - first) for a, b in runs] if is_whole else [(at, at + length)]
-        )
+        if is_whole:
+            chosen += [(at + start - first, at + stop - first) for start, stop in runs]
+        else:
+            chosen.append((at, at + length))
         at += length
     return take_runs(x, chosen, dim)
 
@@ -225,9 +224,8 @@ def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: i
 def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:
     """Return where the runs of some rows lie, one row after the other, by columns."""
     ends = list(accumulate(stop - start for row in runs for start, stop in row))
-    places = list(map(slice, [0, *ends], ends))
-    width = len(runs[0])
-    return [place for column in range(width) for place in places[column::width]]
+    slices, width = list(map(slice, [0, *ends], ends)), len(runs[0])
+    return list(chain.from_iterable(slices[column::width] for column in range(width)))
 
 
 def num_tokens(runs: list[Run]) -> int:
@@ -236,23 +234,23 @@ def num_tokens(runs: list[Run]) -> int:
 
 
 def layout_text(ranks: Place, layout: SequenceLayout) -> str:
-    """Write a layout on a mesh as text, but for its segments."""
+    """Write a layout on a mesh as text, without its segments."""
     return f"{ranks.name}\n{layout.zigzag}\n{int(layout.stripe)}\n{layout.fixed_turns}"
 
 
 def layout_on(text: str, segments: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout]:
-    """Return the mesh and the layout of a text; without what is replicated."""
+    """Return the mesh and the layout of a text, without replicated segments."""
     name, zigzag, stripe, fixed = text.split("\n")
     mesh, lens = mesh_named(name), tuple(segments)
     kind = {"zigzag": zigzag == "True", "stripe": int(stripe), "fixed_turns": fixed == "True"}
     return mesh, SequenceLayout(lens, *mesh.degrees, **kind)
 
 
-def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
+def replicated(x: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
     """Complete replicated segments, from (B, H, T, D) to (B, H, all tokens of a rank, D)."""
     if ranks.degrees == (1, 1):
-        return own
-    parts = list(own.split([num_tokens(runs) for runs in layout.own(*ranks.place)], 2))
+        return x
+    parts = list(x.split([num_tokens(runs) for runs in layout.own(*ranks.place)], 2))
     chosen = sorted(layout.replicated)
     segments = [layout.segments[segment] for segment in chosen]
     rows = torch.cat([parts[segment] for segment in chosen], 2).movedim(2, 0)
@@ -265,9 +263,9 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
 def gather_rows(
     x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int | None = None
 ) -> tuple[Tensor, bool]:
-    """Gather rows as `gather_tokens` does, unrecorded; say whether all ranks gave this mark.
+    """Gather rows as `gather_tokens` does, unrecorded; return also whether all marks are equal.
 
-    On a device a look at the marks would wait, so unlike marks make the rows nan instead.
+    On a device, comparing marks would make the host wait: there unequal marks make the rows nan.
     """
     runs, padded = _gathered_runs(layout)
     shape = padded, *x.shape[1:]
@@ -302,7 +300,7 @@ def _(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
 
 @torch.library.custom_op("bascule::reduce_tokens", mutates_args=())
 def reduce_tokens(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
-    """Sum a rank's tokens over the ranks, (S, ..) on all to (T, ..): adjoint of `gather_tokens`."""
+    """Sum this rank's tokens over all ranks, (S, ..) to (T, ..): the adjoint of `gather_tokens`."""
     mesh, layout = layout_on(text, segments)
     group = mesh.whole
     assert group is not None
@@ -312,8 +310,8 @@ def reduce_tokens(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
     for row, start, length in runs:
         rows[row : row + length] = x[start : start + length]
     parts = rows.unflatten(0, (group.size, padded))
-    own = reduce_scatter(group, "reduce_scatter (tokens)", parts)
-    return own[: num_tokens(layout.own_runs(*mesh.place))].to(x.dtype).clone()
+    total = reduce_scatter(group, "reduce_scatter (tokens)", parts)
+    return total[: num_tokens(layout.own_runs(*mesh.place))].to(x.dtype).clone()
 
 
 @reduce_tokens.register_fake

@@ -4,10 +4,9 @@ Shapes: B batch, H query heads, Sq queries, Sk keys.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,6 @@ from bascule.checks import whole
 from bascule.comm.collectives import table_on
 from bascule.errors import ConfigError
 
-Made = TypeVar("Made")
-
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -28,7 +25,8 @@ class Scores:
 
     Args:
         window: In causal attention a token sees the last so many tokens, itself included.
-        chunk: Likewise, the keys of its chunk, counted from the start of its sequence or document.
+        chunk: In causal attention a token sees keys of its chunk alone; chunks are counted from the
+            start of its sequence or document.
         cap: Scores become cap * tanh(score / cap), after their factor.
 
     Raises:
@@ -49,7 +47,7 @@ class Scores:
 
     @property
     def is_near(self) -> bool:
-        """True if tokens see only some of those before."""
+        """True if tokens see only some of the tokens before them."""
         return bool(self.window or self.chunk)
 
     @property
@@ -78,8 +76,8 @@ class PackedSequences:
     ) -> "PackedSequences":
         """Leave out sequences without any token, since kernels disagree about them."""
         pairs = zip(seq_lens, seq_lens if kv_lens is None else kv_lens, strict=True)
-        kept = [pair for pair in pairs if pair != (0, 0)]
-        queries, keys = zip(*kept, strict=True) if kept else ((), ())
+        pairs = [pair for pair in pairs if pair != (0, 0)]
+        queries, keys = zip(*pairs, strict=True) if pairs else ((), ())
         return cls(queries, keys, device)
 
     @cached_property
@@ -128,7 +126,7 @@ class BlockRows:
     k_bounds: Ints  # (K + 1,) bounds of the key blocks among the keys
     row_bounds: Ints  # (Q + 1,) bounds of the rows of query blocks in `columns`
     columns: Ints  # (N,) key blocks that a query block sees, ascending in each row
-    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[torch.device, BlockTables] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def block(self) -> int:
@@ -161,17 +159,12 @@ class BlockRows:
         return [(slice(*bounds[n : n + 2]), rows[start]) for n, start in enumerate(starts)]
 
     def on(self, device: torch.device) -> BlockTables:
-        """Return the arrays on a device."""
-        arrays = (self.q_bounds, self.k_bounds, self.row_bounds, self.columns)
-        return self.keep(
-            device, lambda: BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays))
-        )
-
-    def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what `make` gives; it is called once a key."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        """Return the arrays on a device, copied there once."""
+        if device not in self._tables:
+            arrays = (self.q_bounds, self.k_bounds, self.row_bounds, self.columns)
+            tables = BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays))
+            self._tables[device] = tables
+        return self._tables[device]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,27 +40,25 @@ from bascule.traffic import HeadShares, Traffic
 
 @dataclass(frozen=True)
 class Bag:
-    """The bag of a rank, as the rank needs to know it."""
+    """The bag of a rank: its ranks, and the sequences that they attend within."""
 
-    mesh: AttentionMesh  # the ranks that it shares heads with, and those around its ring
+    mesh: AttentionMesh  # the ranks that share heads, and the ranks of its ring
     chunk_lens: Ints  # (G, n) tokens of each chunk on each rank that it shares heads with
-    pieces: Pieces  # what each of the groups around its ring has together
-    masks: Masks | None  # what the tokens of its sequences see of them; None: everything
+    pieces: Pieces  # the tokens of each Ulysses group of its ring
+    masks: Masks | None  # what tokens see of their sequence; None: everything
     context_lens: Ints  # tokens of the context of each sequence, which each rank has whole
-    context_of: (
-        Ints  # (n,) index into `context_lens` of each sequence, or document, cut into chunks
-    )
-    _kept: dict[Any, list[list[Tile]]] = field(default_factory=dict, init=False, repr=False)
+    context_of: Ints  # (n,) index into `context_lens` of each sequence, or document
+    _tiles: dict[Any, list[list[Tile]]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, plan: Plan, group: RankGroup, device: torch.device) -> "Bag":
         """Return the bag of this rank in a plan for a group, of which its groups are parts."""
         rank = group.rank
         topology, lens = plan.topology, plan.bag_lens(rank)
-        bag, place, _, degree = topology.place_of(rank)
+        bag, ring_rank, _, degree = topology.place_of(rank)
         ring_degree = int(topology.ring_degrees[bag])
         by_group = lens.reshape(ring_degree, degree, lens.shape[1])
-        first = int(topology.first_ranks[bag]) + place * degree
+        first = int(topology.first_ranks[bag]) + ring_rank * degree
         sharing = group.part(range(first, first + degree), ULYSSES_AXIS) if degree > 1 else None
         around = group.part(topology.ring(rank), RING_AXIS) if ring_degree > 1 else None
         mesh, seqs = AttentionMesh(around, sharing, None), np.flatnonzero(plan.bag_of == bag)
@@ -68,11 +66,11 @@ class Bag:
         if plan.masks is not None:
             chosen = plan.masks.apart.masks if plan.chunks.begins.any() else plan.masks
             masks = chosen.of(parts)
-        places = np.searchsorted(seqs, plan.chunks.seqs[parts])
+        context_of = np.searchsorted(seqs, plan.chunks.seqs[parts])
         contexts = np.zeros_like(seqs) if plan.context_lens is None else plan.context_lens[seqs]
         num_runs = plan.chunks.num_on_a_rank(bag)
         pieces = Pieces(by_group.sum(axis=1), num_runs, around, device)
-        return cls(mesh, by_group[place], pieces, masks, contexts, places)
+        return cls(mesh, by_group[ring_rank], pieces, masks, contexts, context_of)
 
     @property
     def degree(self) -> int:
@@ -87,10 +85,10 @@ class Bag:
     def tiles(self, causal: bool, scores: Scores) -> list[list[Tile]]:
         """Return, by ring rank, the tiles of local queries and the keys there that they see."""
         key = causal, scores.window, scores.chunk
-        if key not in self._kept:
+        if key not in self._tiles:
             masks = Masks.alike(self.pieces.seq_lens, causal=True) if causal else self.masks
-            self._kept[key] = self.pieces.tiles(masks, scores)
-        return self._kept[key]
+            self._tiles[key] = self.pieces.tiles(masks, scores)
+        return self._tiles[key]
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -108,9 +106,9 @@ class Bag:
     @cached_property
     def context_tiles(self) -> list[Tile]:
         """Pair the tokens of this rank with all of the context of their sequence."""
-        own, contexts = self.chunk_lens[self.mesh.place[1]], self.context_lens.tolist()
+        local, contexts = self.chunk_lens[self.mesh.place[1]], self.context_lens.tolist()
         tiles, first = list[Tile](), 0
-        for run in np.split(own, self.pieces.num_runs):
+        for run in np.split(local, self.pieces.num_runs):
             lens = sums_by(self.context_of, run, len(contexts))
             packed = PackedSequences.build(lens.tolist(), self.device, contexts)
             end = first + int(lens.sum())
@@ -151,8 +149,8 @@ class Bag:
 
 def _rows_of(wanted_lens: Ints) -> Ints:
     """Return the row of each token: chunks are wanted in this order, stored in transposed order."""
-    lying_lens = wanted_lens.T
-    first = cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
+    stored_lens = wanted_lens.T
+    first = cumulative(stored_lens.ravel())[:-1].reshape(stored_lens.shape)
     return ranges(first.T.ravel(), wanted_lens.ravel())
 
 
@@ -204,20 +202,19 @@ def check(
     v: Tensor,
     cap: float = 0.0,
 ) -> None:
-    """Refuse what `attend` cannot do in this bag, or in another, for which this one would wait."""
+    """Refuse what `attend` cannot do in this bag, or in others, which this rank would wait for."""
     packed_kernel(kernel, q, cap)
     check_shapes(bag, q, k, v)
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
     if num_kv_heads < degree:
         raise ConfigError(
-            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads: Ulysses gives "
-            f"every rank at least one, so use bags of at most {num_kv_heads} ranks, or rings: use "
-            f"{topology.for_heads(num_kv_heads)}"
+            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads, one a rank: use "
+            f"bags of at most {num_kv_heads} ranks, or rings, as {topology.for_heads(num_kv_heads)}"
         )
 
 
 def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | None = None) -> None:
-    """Refuse shapes that do not fit; keys are the tokens' own, or so many of contexts."""
+    """Refuse shapes that do not fit; `num_keys` is None unless keys are of contexts."""
     tokens = bag.tokens[bag.mesh.place[1]]
     what = "attend" if num_keys is None else "attend_contexts"
     for x in (q, k, v):
@@ -241,7 +238,7 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | N
 
 
 def traffic(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> Traffic:
-    """Return what this rank sends to others in the forward of one `attend`."""
+    """Return the bytes that this rank sends to others in the forward of one `attend`."""
     num_kv_heads, head_dim = k_CKD.shape[1:]
     return Traffic.of_attention(
         HeadShares.split(num_kv_heads, bag.degree),

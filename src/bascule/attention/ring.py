@@ -2,8 +2,8 @@
 
 Keys and values travel from rank to rank while each attends to those at hand: Ring Attention
 (arXiv:2310.01889), double-buffered as in FastUSP: the send of the shard in hand is posted before
-the attention that uses it, in R - 1 rounds. With `overlap`, a rank attends with its own tokens to
-its own keys while the rows of Ulysses come, and to those of others while their results leave.
+the attention that uses it, in R - 1 rounds. With `overlap`, a rank attends from its tokens to
+its keys while the rows of Ulysses arrive, and to keys of other ranks while their results leave.
 
 Shapes: as in `usp` and `registry`; R ring ranks. Round t works on the keys of rank (r - t) mod R.
 """
@@ -33,26 +33,24 @@ class Tile:
 
 
 Tiles = Sequence[Sequence[Tile]]
-"""By ring rank, what the queries here see of its keys."""
+"""The tiles of local queries and keys of each ring rank, by ring rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """All that is fixed of an attention; made by a step, a mesh or a sparse plan."""
+    """A distributed attention without its tensors; made by a step, a mesh or a sparse plan."""
 
     kernel: AttentionKernel  # computes a tile
     scale: float  # factor of the scores, above 0
-    # what queries here see; a function of the mask (None if there is none) where it depends on it
+    # which keys local queries see; a function of the mask or None where it depends on the mask
     tiles: Tiles | Callable[[Tensor | None], Tiles]
     kv_lens: Sequence[int]  # (R,) keys that each ring rank has at home
     ring: RankGroup | None = None  # the ranks that pass keys and values on; None for one
-    # how ranks share heads; None: one rank per ring place
-    heads: HeadExchange | None = None
-    # how rows travel; None: as they are. Gradients always do.
-    wire: Quantized | None = None
+    heads: HeadExchange | None = None  # None: one rank per ring rank, which has all heads
+    wire: Quantized | None = None  # how rows travel; None: as they are, and so do gradients
     overlap: bool = False  # whether rows travel while the rank attends to its own tokens
     where: str = "attention"  # for errors and profiles
-    name: str = ""  # with `sizes`, by which a recorded program finds this; see `usp`
+    name: str = ""  # with `sizes`, how a recorded program finds this call; see `usp`
     # S, this rank's heads of queries and keys (0 if unshared), then segments or a step's number
     sizes: Sequence[int] = ()
     count: Callable[[], object] | None = None  # called after each forward
@@ -107,7 +105,7 @@ def ring_backward(
                 for total, at, part in zip((dq, *dkv), places, grads, strict=True):
                     if isinstance(at, slice):
                         total[:, :, at] += part
-                    else:  # one row may come several times
+                    else:  # a row may occur several times
                         total.index_add_(2, at, part.to(total.dtype))
         travelling.add(turn, dkv)
 
@@ -120,7 +118,7 @@ def ring_backward(
 
 
 def _is_one_tile(tiles: Tiles) -> bool:
-    """Return whether one call of the kernel does it all."""
+    """Return whether one call of the kernel computes all tiles."""
     if len(tiles) != 1 or len(tiles[0]) != 1:
         return False
     q, k = tiles[0][0].q, tiles[0][0].k
@@ -147,17 +145,16 @@ class Merged:
             self._out, self._lse = part, part_lse
             return
         out, lse = self._state()
-        if is_whole:
-            self._out, self._lse = merge(out.to(wide_dtype(self._q)), lse, part, part_lse)
-            return
         out = out.to(wide_dtype(self._q))
-        out[:, :, rows], lse[:, :, rows] = merge(
-            out[:, :, rows], lse[:, :, rows], part.to(out.dtype), part_lse
-        )
+        if is_whole:
+            out, lse = merge(out, lse, part, part_lse)
+        else:
+            before = out[:, :, rows], lse[:, :, rows]
+            out[:, :, rows], lse[:, :, rows] = merge(*before, part, part_lse)
         self._out, self._lse = out, lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return out in the dtype of the queries, and LSE; 0 and -inf where no key came."""
+        """Return out in the dtype of the queries, and LSE; 0 and -inf where no key was seen."""
         out, lse = self._state()
         return out.to(self._q.dtype), lse
 
@@ -172,10 +169,9 @@ class Merged:
 def rotate(
     call: AttentionCall, k: Tensor, v: Tensor, attend: Callable[[int, Tensor, Tensor], None]
 ) -> None:
-    """Call `attend` with the number of each round, and its keys and values; own ones first.
+    """Call `attend` with the number, keys and values of each round; round 0 has the local ones.
 
-    What a rank then computes follows from the tiles of round t, whose keys are those of rank
-    s = (r - t) mod R::
+    A rank computes the tiles of round t, whose keys come from rank s = (r - t) mod R::
 
         plain     s any     all queries to all keys
         causal    s = r     a triangle
@@ -197,7 +193,7 @@ def rotate(
             keys, values = wire.unpack(keys, k.dtype), wire.unpack(values, k.dtype)
         try:
             attend(turn, keys, values)
-        finally:  # also after an error: memory that is written to must not be left
+        finally:  # after an error too: a transfer still writes to this memory
             if wait is not None:
                 at_hand = wait()
 
@@ -208,7 +204,7 @@ def _shape_in(call: AttentionCall, turn: int, like: Tensor) -> tuple[int, ...]:
 
 
 def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """Return keys and values as they travel, (2, B, K, Sk, ...); other ranks pass these on."""
+    """Return keys and values as they travel, (2, B, K, Sk, ...)."""
     if call.wire is not None:
         k, v = call.wire.pack(k), call.wire.pack(v)
     return torch.stack((k, v), out=_staged(call, 0, (2, *k.shape), k))
@@ -238,7 +234,7 @@ class _Travelling:
             self._coming = _shift(call, self._sum, coming, f"gradients, round {turn + 1}")
 
     def home(self) -> Tensor:
-        """Return gradients (2, B, K, Sk, D) of this rank's own keys and values."""
+        """Return the gradients (2, B, K, Sk, D) of this rank's keys and values."""
         if self._coming is not None:
             return self._coming()
         return self._k.new_empty(2, *self._k.shape) if self._sum is None else self._sum
@@ -261,22 +257,22 @@ def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Ca
 def overlapped_forward(
     xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `usp.forward` does, of (B, T, heads, D) q, k and v; the output at home as q."""
+    """Return the results of `usp.forward` for (B, T, heads, D) q, k and v; the output as q."""
     heads, wire = call.heads, call.wire
     assert heads is not None
-    own = heads.own_tokens
+    local = heads.own_tokens
     mine = [heads.own_heads(x) for x in xs]
     mine = mine if wire is None else [_arrived(x, wire) for x in mine]
     own_q, own_k, own_v = [x.transpose(1, 2) for x in mine]
     arrive = heads.start_to_heads(xs, call.where, wire)
     merged = Merged(own_q)
     try:
-        _attend(merged, (own_q, own_k, own_v), own, own, tiles[call.owner(0)], call)
-    finally:  # also after an error: memory that is written to must not be left
+        _attend(merged, (own_q, own_k, own_v), local, local, tiles[call.owner(0)], call)
+    finally:  # after an error too: a transfer still writes to this memory
         whole = arrive()
     parts = whole.split([own_q.shape[1], own_k.shape[1], own_k.shape[1]], 2)
     q, k, v = [x.transpose(1, 2) for x in parts]
-    bounds = (0, own.start), (own.stop, q.shape[2])
+    bounds = (0, local.start), (local.stop, q.shape[2])
     others = [slice(first, end) for first, end in bounds if first < end]
     theirs = [Merged(q[:, :, part]) for part in others]
     out = q.new_empty(parts[0].shape)
@@ -294,22 +290,22 @@ def overlapped_forward(
             leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, wire))
         for columns in others if turn == 0 else [every]:
             here = keys[:, :, columns], values[:, :, columns]
-            _attend(merged, (own_q, *here), own, columns, seen, call)
+            _attend(merged, (own_q, *here), local, columns, seen, call)
 
     try:
         rotate(call, k, v, attend)
     finally:
         arrived = [finish() for finish in leaving]
-    done, lse[:, :, own] = merged.result()
-    out[:, own] = done.transpose(1, 2)
+    done, lse[:, :, local] = merged.result()
+    out[:, local] = done.transpose(1, 2)
     ((home,),) = arrived
-    mine = out[:, own] if wire is None else _arrived(out[:, own], wire)
+    mine = out[:, local] if wire is None else _arrived(out[:, local], wire)
     heads.own_heads(home).copy_(mine)
     return home, whole, out, lse
 
 
 def _arrived(x: Tensor, wire: Quantized) -> Tensor:
-    """Round (B, T, heads, D) as it would arrive."""
+    """Round (B, T, heads, D) as the wire does."""
     return wire.unpack(wire.pack(x), x.dtype)
 
 
@@ -321,7 +317,7 @@ def _attend(
     tiles: Sequence[Tile],
     call: AttentionCall,
 ) -> None:
-    """Add what some queries, `rows`, see of some keys, `columns`, to what they saw before."""
+    """Attend from the queries `rows` to the keys `columns`, and merge the result."""
     q, k, v = qkv
     for tile in tiles:
         for seen, mask in _parts(tile.mask, rows, columns):
@@ -332,7 +328,7 @@ def _attend(
 
 
 def _parts(mask: AttentionMask, rows: slice, columns: slice) -> list[tuple[slice, AttentionMask]]:
-    """Return which of some columns some rows see, and how; they hold all the rows' own, or none."""
+    """Return the spans of `columns` that `rows` see, with masks; they hold all `rows` or none."""
     if mask.causal:
         parts = [(slice(columns.start, min(columns.stop, rows.start)), EVERYTHING)]
         if columns.start <= rows.start and rows.stop <= columns.stop:

@@ -27,29 +27,29 @@ from bascule.attention.layout import SequenceLayout, positions_on
 from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
-from bascule.comm.groups import Kept, RankGroup
+from bascule.comm.groups import Cache, RankGroup
 from bascule.comm.route import INTEGERS
 from bascule.errors import ConfigError
 from bascule.plan.masks import Masks, Stretch
 
 Made = TypeVar("Made")
 
-_NUM_KEPT = 16  # layouts, heads and dtypes of one mask
+_NUM_MADE = 16  # layouts, heads and dtypes of one mask
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _MOST_READ = 1 << 18  # values of a mask that its digest reads one by one
 _ALL = slice(None)
 
 
-class _OfMask:
-    """Things made of a mask, valid while the mask has the same values."""
+class _MaskCache:
+    """Objects made of a mask, valid while the mask has the same values."""
 
     def __init__(self, mask: Tensor) -> None:
-        self.made = Kept[Hashable, Any](_NUM_KEPT)
+        self.made = Cache[Hashable, Any](_NUM_MADE)
         self._version, self._values = None if mask.is_cpu else mask._version, _values(mask).clone()
         # Nothing waits for a device's comparison: a later use reports an earlier change.
         self._is_other = torch.zeros((), dtype=torch.bool, pin_memory=mask.is_cuda)
 
-    def is_of(self, mask: Tensor) -> bool:
+    def is_valid(self, mask: Tensor) -> bool:
         """Compare a mask by value, as numpy, `.data` and kernels write without a new version."""
         if mask.is_cpu:
             return torch.equal(_values(mask), self._values)
@@ -57,32 +57,31 @@ class _OfMask:
             return False
         if self._is_other:
             raise ConfigError(
-                f"attention: a mask on {mask.device} was changed without torch noticing (by .data "
-                "or a kernel), so calls since then used its old values: change it by "
-                "mask.copy_(..), or give a new tensor"
+                f"attention: a mask on {mask.device} was changed by .data or a kernel, "
+                "and calls used its old values: change it by mask.copy_(..), or give a new tensor"
             )
         self._is_other.copy_((_values(mask) != self._values).any(), non_blocking=True)
         return True
 
 
 _of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-"""An `_OfMask` by mask: all layers of a model use the same mask."""
+"""A `_MaskCache` by mask: all layers of a model use the same mask."""
 
 
-def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives for a mask; call it once a key while the mask keeps its values.
+def cached_by_mask(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
+    """Return what `make` gives for a mask, called once a key while the mask keeps its values.
 
-    It is called every time while a device records a graph, and for a device's inference tensors.
+    `make` is called each time while CUDA captures a graph, and for inference tensors on devices.
     """
-    if mask is None or is_fake(mask) or not (mask.is_cpu or _is_kept_on_device(mask)):
+    if mask is None or is_fake(mask) or not (mask.is_cpu or _is_cached_on_device(mask)):
         return make()
-    kept = _of_masks.get(mask)
-    if kept is None or not kept.is_of(mask):
-        kept = _of_masks[mask] = _OfMask(mask)
-    return kept.made.get(key, make)
+    cache = _of_masks.get(mask)
+    if cache is None or not cache.is_valid(mask):
+        cache = _of_masks[mask] = _MaskCache(mask)
+    return cache.made.get(key, make)
 
 
-def _is_kept_on_device(mask: Tensor) -> bool:
+def _is_cached_on_device(mask: Tensor) -> bool:
     is_recorded = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     return mask.is_cuda and not mask.is_inference() and not is_recorded
 
@@ -107,7 +106,7 @@ def digest_of(mask: Tensor) -> str:
 
 
 def is_biased(layout: SequenceLayout, causal: bool) -> bool:
-    """Return whether tiles add something to the scores, where there is no mask."""
+    """Return whether tiles add a bias to the scores even without a mask."""
     return causal and (layout.stripe > 0 or len(layout.segments) != 1)
 
 
@@ -120,7 +119,7 @@ def tiles_of(
     scores: Scores,
     documents: Sequence[int] = (),
 ) -> list[list[Tile]]:
-    """Return, by ring rank, what the queries of this one see of its keys.
+    """Return, by ring rank, which of its keys the queries of this rank see.
 
     `mask` is (B or 1, H or 1, S or 1, S or 1) of the whole sequence: bool, or added to the scores;
     `q` has the dtype and device of the queries. Windows, chunks and documents take one causal
@@ -135,9 +134,9 @@ def tiles_of(
         # One span a document, of one sequence.
         masks = replace(masks, counts=masks.counts.sum(keepdims=True))
         return pieces.tiles(masks, scores)
-    place = 0 if ring is None else ring.rank
+    rank = 0 if ring is None else ring.rank
     if mask is not None or is_biased(layout, causal):
-        return [[tile] for tile in _masked(layout, place, mask, causal, q)]
+        return [[tile] for tile in _masked(layout, rank, mask, causal, q)]
 
     def first_len(other: int) -> int:
         start, stop = layout.pieces(other)[0]
@@ -146,14 +145,14 @@ def tiles_of(
     def of_rank(other: int) -> list[Tile]:
         if not causal:
             return [Tile(_ALL, _ALL)]
-        if other == place:
+        if other == rank:
             return [Tile(_ALL, _ALL, AttentionMask(causal=True))]
         if not layout.zigzag:
-            return [Tile(_ALL, _ALL)] if other < place else []
-        if other < place:  # of its two pieces only the early one is before both of this rank's
+            return [Tile(_ALL, _ALL)] if other < rank else []
+        if other < rank:  # of its two pieces only the early one is before both of this rank's
             return [Tile(_ALL, slice(0, first_len(other)))]
         # only the late piece of this rank is after both of the other's
-        return [Tile(slice(first_len(place), None), _ALL)]
+        return [Tile(slice(first_len(rank), None), _ALL)]
 
     return [of_rank(other) for other in range(layout.ring_degree)]
 
@@ -187,7 +186,7 @@ class Pieces:
 
     @property
     def seq_lens(self) -> Ints:
-        """Tokens of each sequence on all ranks together."""
+        """Tokens of each sequence, summed over all ranks."""
         return self.lens.sum(axis=0).reshape(self.num_runs, -1).sum(axis=0)
 
     @cached_property
@@ -255,7 +254,7 @@ class Pieces:
 def _masked(
     layout: SequenceLayout, ring: int, mask: Tensor | None, causal: bool, q: Tensor
 ) -> list[Tile]:
-    """Return, by ring rank, all queries and all keys, with what is added to their scores."""
+    """Return, by ring rank, a tile of all queries and all keys with a bias."""
     places = [positions_on(layout, other, q.device) for other in range(layout.ring_degree)]
     rows = places[ring]
     if mask is None:
@@ -285,7 +284,7 @@ def _rows_of(mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def _highest(part: Tensor, num_keys: int, rows: Tensor | None) -> Tensor:
-    """Return the highest bias of each row (.., rows or 1, 1); by their places, of no later keys."""
+    """Return the highest bias of each row (.., rows or 1, 1); given positions, of no later key."""
     if not num_keys:
         return part.new_zeros(1, 1, 1, 1)
     if rows is not None:

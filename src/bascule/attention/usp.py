@@ -33,7 +33,7 @@ from bascule.attention.ring import (
     ring_backward,
     ring_forward,
 )
-from bascule.attention.tiles import digest_of, is_biased, kept_of, tiles_of
+from bascule.attention.tiles import cached_by_mask, digest_of, is_biased, tiles_of
 from bascule.comm.agree import first_use
 from bascule.comm.failures import shared
 from bascule.comm.groups import this_world
@@ -48,7 +48,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(what: str, q: Any, k: Any, v: Any, mask: Any = None) -> None:
-    """Refuse what attention computes nothing with, whatever its shapes."""
+    """Refuse tensors that no attention takes, whatever their shapes."""
     for x in (q, k, v) if mask is None else (q, k, v, mask):
         if not isinstance(x, Tensor):
             raise ConfigError(f"{what}: q, k, v or the mask is a {type(x).__name__}: give tensors")
@@ -103,7 +103,7 @@ def positive_scale(head_dim: int, scale: float | None) -> float:
 
 
 def signature(*tensors: Tensor | None) -> tuple[object, ...]:
-    """Return what of some tensors decides which call attends to them."""
+    """Return the properties of tensors that decide which call attends to them."""
     parts = list[object]()
     for x in tensors:
         if not isinstance(x, Tensor) or x.is_nested:
@@ -114,7 +114,7 @@ def signature(*tensors: Tensor | None) -> tuple[object, ...]:
 
 
 class _Settings(NamedTuple):
-    """Settings of a call over a mesh, which stand in its text as a dict."""
+    """Settings of a call over a mesh, which its text holds as a dict."""
 
     replicated: tuple[int, ...]
     causal: bool
@@ -143,7 +143,7 @@ def new_call(
         heads = HeadExchange(mesh.ulysses, shares, *layout.exchanged(ring))
         first = shares.first(ulysses)
         own = slice(first * each, (first + shares.of(ulysses)) * each)
-    form = "tiles", layout, ring, causal, own.start, own.stop, q.dtype, q.device
+    key = "tiles", layout, ring, causal, own.start, own.stop, q.dtype, q.device
 
     def cut(mask: Tensor | None) -> Tiles:
         if mask is not None:
@@ -152,12 +152,12 @@ def new_call(
         return tiles_of(layout, mesh.ring, mask, causal, like, scores, settings.documents)
 
     def tiles(mask: Tensor | None) -> Tiles:
-        return kept_of(mask, form, partial(cut, mask))
+        return cached_by_mask(mask, key, partial(cut, mask))
 
-    asked = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
-    asked |= {"is_packed": scores.is_near or bool(settings.documents), "cap": scores.cap}
+    query = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
+    query |= {"is_packed": scores.is_near or bool(settings.documents), "cap": scores.cap}
     return AttentionCall(
-        kernel=select_kernel(named(settings.kernel), q.device.type, **asked),
+        kernel=select_kernel(named(settings.kernel), q.device.type, **query),
         scale=settings.factor,
         tiles=tiles if has_bias else cut(None),
         kv_lens=layout.ring_lens,
@@ -178,21 +178,21 @@ def _agree(
     k: Tensor,
     mask: Tensor | None,
 ) -> None:
-    """Make sure that all ranks mean the same, and have the tokens of the layout; one all-gather."""
+    """Check that all ranks make the same call, on the tokens of the layout; one all-gather."""
     sent_as = "" if settings.wire is None else f" as {Quantized(settings.wire)}"
-    seen = "none"
+    of_mask = "none"
     if mask is not None:
-        seen = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
+        of_mask = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
     text = (
         f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
         f"zigzag={layout.zigzag}, stripe={layout.stripe}, fixed_turns={layout.fixed_turns}, "
         f"replicated segments {settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for "
         f"{k.shape[1]}, head_dim {q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, "
         f"scale={settings.scale}, kernel {named(settings.kernel)}, overlap={settings.overlap}, "
-        f"mask {seen}, {Scores(*settings.scores)}, documents {settings.documents}"
+        f"mask {of_mask}, {Scores(*settings.scores)}, documents {settings.documents}"
     )
 
-    def say() -> tuple[str, ConfigError | None]:
+    def describe() -> tuple[str, ConfigError | None]:
         wanted = num_tokens(layout.own_runs(*mesh.place))
         if q.shape[2] == wanted:
             return text, None
@@ -201,7 +201,7 @@ def _agree(
             f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
         )
 
-    first_use(mesh.whole, (mesh.name, q.shape[2], text), say, what="attention")
+    first_use(mesh.whole, (mesh.name, q.shape[2], text), describe, what="attention")
 
 
 def attend(
@@ -212,7 +212,7 @@ def attend(
     mask: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attend exactly for this rank's tokens; return out, at home as q. Differentiable.
+    """Attend exactly with this rank's queries; return the output, laid out as q. Differentiable.
 
     `sink` is (H,), one more score in each softmax, with a value of 0.
     """
@@ -244,17 +244,17 @@ class _Attention(torch.autograd.Function):
         sink: Tensor | None,
         call: AttentionCall,
     ) -> Tensor:
-        own, *brought = forward(q, k, v, mask, sink, call)
-        kept = brought if call.heads is not None else (q, k, v, own, brought[-1])
-        ctx.save_for_backward(mask, sink, *kept)
+        out, *gathered = forward(q, k, v, mask, sink, call)
+        saved = gathered if call.heads is not None else (q, k, v, out, gathered[-1])
+        ctx.save_for_backward(mask, sink, *saved)
         ctx.call = call
-        return own
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second(grads[0])
-        mask, sink, *kept = ctx.saved_tensors
-        dq, dk, dv, *rest = backward(grads[0], kept, mask, sink, ctx.call)
+        mask, sink, *saved = ctx.saved_tensors
+        dq, dk, dv, *rest = backward(grads[0], saved, mask, sink, ctx.call)
         return dq, dk, dv, None, rest[0] if rest else None, None
 
 
@@ -266,10 +266,10 @@ def forward(
     sink: Tensor | None,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Compute what `attend` does; no autograd.
+    """Attend as `attend` does, without autograd.
 
-    Returns the output at home; (B, S, this rank's heads of q, k and v, D) what was attended and (B,
-    S, heads of q, D) its result, None each where no heads are shared; and its LSE.
+    Returns the output at home; where ranks share heads, this rank's heads of all tokens: (B, S,
+    heads of q, k and v, D), and their output (B, S, heads of q, D), else None; and the LSE.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     if isinstance(call.kernel, FunctionKernel):
@@ -280,7 +280,7 @@ def forward(
         out, lse = _sunk(out, lse, sink)
         if call.count is not None:
             call.count()
-        # In place: a view could not be written to by who gets it.
+        # In place: users may not write to a view that a function returned.
         return out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse
     xs = q, k, v
     if not heads.is_packed:
@@ -293,7 +293,7 @@ def forward(
         sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
         q, k, v = whole.transpose(1, 2).split_with_sizes(sizes, 1)
         out, lse = ring_forward(q, k, v, tiles, call)
-        out, lse = _sunk(out, lse, _own_sink(sink, call))
+        out, lse = _sunk(out, lse, None if sink is None else _local_sink(sink, call))
         out = out.transpose(1, 2)
         (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
     if call.count is not None:
@@ -301,17 +301,17 @@ def forward(
     return own if heads.is_packed else own.transpose_(1, 2), whole, out, lse
 
 
-def _own_sink(sink: Tensor | None, call: AttentionCall) -> Tensor | None:
+def _local_sink(sink: Tensor, call: AttentionCall) -> Tensor:
     """Return a view of the sinks of the heads that this rank attends with."""
     heads = call.heads
-    if sink is None or heads is None:
+    if heads is None:
         return sink
     each = sink.shape[0] // heads.num_kv_heads
     return sink.narrow(0, heads.first_kv_head * each, heads.own_kv_heads * each)
 
 
 def _sunk(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add one more score to each softmax, with a value of 0: kernels' gradients hold for it too."""
+    """Add a sink to each softmax, with a value of 0: the kernels' gradients stay right."""
     if sink is None:
         return out, lse
     whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
@@ -322,52 +322,48 @@ def _sink_gradient(
     grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor, call: AttentionCall
 ) -> Tensor:
     """Return the gradient of all sinks from (B, local heads, S, D); 0 for heads of other ranks."""
-    own = _own_sink(sink, call)
-    assert own is not None
-    weights, wide = (own.to(lse.dtype)[:, None] - lse).exp(), wide_dtype(out)
+    weights = (_local_sink(sink, call).to(lse.dtype)[:, None] - lse).exp()
+    wide, total = wide_dtype(out), torch.zeros_like(sink)
     each = weights * (grad.to(wide) * out.to(wide)).sum(-1)
-    total = torch.zeros_like(sink)
-    view = _own_sink(total, call)
-    assert view is not None
-    view.copy_(-each.sum((0, 2)))
+    _local_sink(total, call).copy_(-each.sum((0, 2)))
     return total
 
 
 def backward(
     grad: Tensor,
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     mask: Tensor | None,
     sink: Tensor | None,
     call: AttentionCall,
 ) -> tuple[Tensor, ...]:
     """Return gradients of q, k, v at home, and of a sink.
 
-    `kept` is as `_Attention.forward` keeps it.
+    `saved` is what `_Attention.forward` saves.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):
         if heads is None:
-            *tensors, lse = kept
-            saved = [*map(_by_head, tensors), lse]
-            grads = ring_backward(_by_head(grad), saved, tiles, call)
+            *tensors, lse = saved
+            attended = [*map(_by_head, tensors), lse]
+            grads = ring_backward(_by_head(grad), attended, tiles, call)
             grads = grads if grad.dim() == 4 else [x[0].transpose(0, 1) for x in grads]
             if sink is None:
                 return tuple(grads)
-            return *grads, _sink_gradient(_by_head(grad), saved[3], lse, sink, call)
-        whole, out, lse = kept
+            return *grads, _sink_gradient(_by_head(grad), attended[3], lse, sink, call)
+        whole, out, lse = saved
         num_kv = heads.own_kv_heads
         sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
         qkv = whole.transpose(1, 2).split_with_sizes(sizes, 1)
-        saved = *qkv, out.transpose(1, 2), lse
-        home = grad if heads.is_packed else grad.transpose(1, 2)
-        grad_here = heads.start_to_heads([home], call.where)().transpose(1, 2)
-        grads = ring_backward(grad_here, saved, tiles, call)
-        together = torch.cat(grads, 1).transpose(1, 2)
-        own = heads.start_to_tokens(together, [x.shape[1] for x in grads], call.where)()
-        own = own if heads.is_packed else [x.transpose(1, 2) for x in own]
+        out = out.transpose(1, 2)
+        grad = grad if heads.is_packed else grad.transpose(1, 2)
+        grad_here = heads.start_to_heads([grad], call.where)().transpose(1, 2)
+        grads = ring_backward(grad_here, [*qkv, out, lse], tiles, call)
+        rows = torch.cat(grads, 1).transpose(1, 2)
+        home = heads.start_to_tokens(rows, [x.shape[1] for x in grads], call.where)()
+        home = home if heads.is_packed else [x.transpose(1, 2) for x in home]
         if sink is None:
-            return tuple(own)
-        return *own, _sink_gradient(grad_here, saved[3], lse, sink, call)
+            return tuple(home)
+        return *home, _sink_gradient(grad_here, out, lse, sink, call)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -375,7 +371,7 @@ def _by_head(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.transpose(0, 1)[None]
 
 
-# --- the same as operators of torch ---------------------------------------------------------------
+# --- `attend` as operators of torch ---------------------------------------------------------------
 
 
 def find_call(
@@ -385,7 +381,7 @@ def find_call(
     if not name.startswith("mesh"):
         return this_world().find(sizes[3]).find_call(name, q, k, v)
     key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, signature(mask)
-    calls = mesh_named(name.split("\n")[1]).kept
+    calls = mesh_named(name.split("\n")[1]).cache
     return calls.get(key, lambda: new_call(name, sizes, q, k, mask))
 
 
@@ -399,13 +395,13 @@ torch.library.define(
 )
 torch.library.define(
     "bascule::attend_backward",
-    "(Tensor grad, Tensor[] kept, Tensor? mask, Tensor? sink, SymInt[] sizes, str call)"
+    "(Tensor grad, Tensor[] saved, Tensor? mask, Tensor? sink, SymInt[] sizes, str call)"
     " -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 attend_op = torch.ops.bascule.attend.default
 _backward_op = torch.ops.bascule.attend_backward.default
-for _operator in (attend_op, _backward_op):  # one of no rows is still waited for by other ranks
+for _operator in (attend_op, _backward_op):  # an unused result must still be exchanged
     has_side_effect(_operator)
 
 
@@ -438,49 +434,49 @@ def _(
     sizes: Sequence[int],
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    together, num_q, num_kv = sizes[:3]
+    seq_len, num_q, num_kv = sizes[:3]
     batch, wide = q.shape[0] if q.dim() == 4 else 1, torch.promote_types(q.dtype, torch.float32)
     own = _empty_at_home(q, q)
     if not num_q:
         return own, q.new_empty(0), q.new_empty(0), q.new_empty(_by_head(q).shape[:3], dtype=wide)
-    whole = q.new_empty(batch, together, num_q + 2 * num_kv, q.shape[-1])
-    out = q.new_empty(batch, together, num_q, q.shape[-1])
-    return own, whole, out, q.new_empty(batch, num_q, together, dtype=wide)
+    whole = q.new_empty(batch, seq_len, num_q + 2 * num_kv, q.shape[-1])
+    out = q.new_empty(batch, seq_len, num_q, q.shape[-1])
+    return own, whole, out, q.new_empty(batch, num_q, seq_len, dtype=wide)
 
 
 @torch.library.impl("bascule::attend_backward", "CompositeExplicitAutograd")
 def _attend_backward(
     grad: Tensor,
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     mask: Tensor | None,
     sink: Tensor | None,
     sizes: Sequence[int],
     name: str,
 ) -> list[Tensor]:
-    k = _keys_like(grad, kept, sizes)
+    k = _keys_like(grad, saved, sizes)
     call = find_call(name, sizes, grad, k, k, mask)
-    dq, dk, dv, *rest = backward(grad, kept, mask, sink, call)
+    dq, dk, dv, *rest = backward(grad, saved, mask, sink, call)
     return [*(_by_token(own_memory(_by_token(x))) for x in (dq, dk, dv)), *rest]
 
 
 @torch.library.register_fake("bascule::attend_backward")
 def _(
     grad: Tensor,
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     mask: Tensor | None,
     sink: Tensor | None,
     sizes: Sequence[int],
     name: str,
 ) -> list[Tensor]:
-    k = _keys_like(grad, kept, sizes)
+    k = _keys_like(grad, saved, sizes)
     own = [_empty_at_home(x, grad) for x in (grad, k, k)]
     return own if sink is None else [*own, torch.empty_like(sink)]
 
 
-def _keys_like(grad: Tensor, kept: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def _keys_like(grad: Tensor, saved: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Return a tensor of the keys' shape and dtype, whose values mean nothing."""
     if not sizes[1]:
-        return kept[1]
+        return saved[1]
     batch_or_tokens, num_heads, *rest = grad.shape
     return grad.new_empty(()).expand(batch_or_tokens, num_heads // (sizes[1] // sizes[2]), *rest)
 
@@ -496,18 +492,18 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 def own_memory(x: Tensor) -> Tensor:
-    """Return a contiguous tensor with its own storage: no operator may return part of another."""
+    """Return a contiguous tensor with its own storage: operators may return no part of another."""
     is_part = x.untyped_storage().nbytes() != x.numel() * x.element_size() or not x.numel()
     return x.clone(memory_format=torch.contiguous_format) if is_part else x.contiguous()
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, mask, sink, sizes, name = inputs
-    own, *brought = output
-    kept = brought if sizes[1] else (q, k, v, own, brought[-1])
-    ctx.save_for_backward(mask, sink, *kept)
-    ctx.mark_non_differentiable(*brought)
-    ctx.set_materialize_grads(False)  # of those: they are large
+    out, *gathered = output
+    saved = gathered if sizes[1] else (q, k, v, out, gathered[-1])
+    ctx.save_for_backward(mask, sink, *saved)
+    ctx.mark_non_differentiable(*gathered)
+    ctx.set_materialize_grads(False)  # of `gathered`, which is large
     ctx.settings = sizes, name
 
 
@@ -515,8 +511,8 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor
     if grad is None:
         return (None,) * 7
     refuse_second(grad)
-    mask, sink, *kept = ctx.saved_tensors
-    dq, dk, dv, *rest = _backward_op(grad, kept, mask, sink, *ctx.settings)
+    mask, sink, *saved = ctx.saved_tensors
+    dq, dk, dv, *rest = _backward_op(grad, saved, mask, sink, *ctx.settings)
     return dq, dk, dv, None, rest[0] if rest else None, None, None
 
 

@@ -17,8 +17,8 @@ from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
-_MOST_WORDS = 2**16  # of a setting, to show where ranks differ
-_SHOWN = 160  # characters of a long one
+_MOST_WORDS = 2**16  # of a setting's text that ranks gather to show where they differ
+_SHOWN = 160  # characters of a long text that an error shows
 _INPUT_ERROR, _OTHER_ERROR = 1, 2
 # A message: status, how many values, digests of the call and of its settings, a sentence, values.
 _STATUS, _COUNT, _CALL, _SETTINGS, _TEXT, _VALUES = 0, 1, 2, 3, 4, 52
@@ -36,10 +36,10 @@ def agree(
     values: Ints = _NO_VALUES,
     capacity: int = 0,
 ) -> list[Ints]:
-    """Make sure that all ranks mean the same, and none has met an error; return all ranks' values.
+    """Check that settings are the same on all ranks and no rank has an error; gather `values`.
 
-    One all-gather with room for `capacity` integers of each rank; more, or unlike settings, take a
-    second. All ranks raise RemoteConfigError if one met bad input, CommError for all else.
+    One all-gather with room for `capacity` integers of each rank; if a rank has more, or settings
+    differ, a second. All ranks raise RemoteConfigError for bad input, CommError for all else.
     """
     call = f"{what}, step {step}"
     message = np.zeros(_VALUES + capacity, np.int64)
@@ -50,8 +50,8 @@ def agree(
         message[_STATUS] = _INPUT_ERROR if is_input else _OTHER_ERROR
         text = str(error) if is_input else repr(error)
         message[_TEXT:_VALUES] = _to_words(text, _VALUES - _TEXT)
-    kept = values[:capacity]
-    message[_VALUES : _VALUES + kept.size] = kept
+    first = values[:capacity]
+    message[_VALUES : _VALUES + first.size] = first
     try:
         table = _gather(group, message, what, step)
     except CommError as lost:
@@ -61,7 +61,7 @@ def agree(
     if (table[:, _CALL] != table[0, _CALL]).any():
         try:
             _raise_difference(group, {"the call": call}, what, step)
-        finally:  # these calls met by unlike names, which no later wait may be blamed for
+        finally:  # these calls met although their names differ: no later wait may report that
             group.calls.last.clear()
     if table[:, _STATUS].any():
         _raise_reported(group, table, what, step)
@@ -82,10 +82,10 @@ def agree_on(
     what: str,
     step: int = 0,
 ) -> Made:
-    """Return what `make` made on this rank, once it worked on all ranks of a group.
+    """Return what `make` makes on this rank, once all ranks of a group have made theirs.
 
-    One all-gather also compares the settings of what was made. If `make` fails on a rank, that rank
-    raises its own error, and the others one that quotes it. None: this rank alone.
+    One all-gather also compares the settings of the results. If `make` fails on a rank, that rank
+    raises its error, and the others one that quotes it. A group of None is this rank alone.
     """
     made, error, settings = list[Made](), None, dict[str, str]()
     try:
@@ -104,19 +104,19 @@ def agree_on(
 
 def first_use(
     group: RankGroup | None,
-    form: Hashable,
+    signature: Hashable,
     describe: Callable[[], tuple[str, Exception | None]],
     *,
     what: str,
     step: int = 0,
 ) -> None:
-    """Make sure that all ranks mean the same, the first time that a group makes a call of a form.
+    """Check that all ranks make the same call, the first time that a group meets its signature.
 
-    `describe` returns the call as text, and what is wrong with it. The text must hold all that
+    `describe` returns the call as text, and the error in it or None. The text must hold all that
     decides sizes: gloo aborts a process that gets a message of an unexpected size. After the
-    first use an error is raised on this rank only; its note ends the others' waits.
+    first use of `what`, an error is raised on this rank only; its note ends the others' waits.
     """
-    if group is not None and group.calls.has_agreed((what, form)):
+    if group is not None and group.calls.has_agreed((what, signature)):
         return
     text, error = describe()
     if error is not None and (group is None or group.calls.has_agreed(what)):
@@ -124,13 +124,13 @@ def first_use(
     if group is not None:
         agree(group.control or group, {f"the form of {what}": text}, error, what=what, step=step)
         group.calls.agree(what)
-        group.calls.agree((what, form))
+        group.calls.agree((what, signature))
 
 
 def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
     """Return the messages of all ranks, (size, words)."""
-    own = torch.from_numpy(message).to(device_of(group))
-    return all_gather(group, f"step {step}: all_gather ({what})", own).cpu().numpy()
+    local = torch.from_numpy(message).to(device_of(group))
+    return all_gather(group, f"step {step}: all_gather ({what})", local).cpu().numpy()
 
 
 def _raise_reported(group: RankGroup, table: Ints, what: str, step: int) -> None:
@@ -178,8 +178,8 @@ def _digest(text: str) -> int:
 
 
 def _to_words(text: str, num_words: int) -> Ints:
-    kept = text.encode(errors="replace")[: num_words * 8].ljust(num_words * 8, b"\0")
-    return np.frombuffer(kept, dtype="<i8").astype(np.int64)
+    data = text.encode(errors="replace")[: num_words * 8].ljust(num_words * 8, b"\0")
+    return np.frombuffer(data, dtype="<i8").astype(np.int64)
 
 
 def _from_words(words: Ints) -> str:

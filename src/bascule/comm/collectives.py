@@ -2,7 +2,7 @@
 
 A whole group in its own order makes the collectives of torch. A part of a group, a mesh in another
 order, and an all-to-all over gloo send messages, tagged with the number of the call. Groups of gloo
-take tensors of CUDA only after `groups.stage_cuda`. Ranks are places in `RankGroup.ranks`.
+take tensors of CUDA only after `groups.stage_cuda`. Ranks are indices into `RankGroup.ranks`.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,8 +27,8 @@ _HOST = torch.device("cpu")
 class Transfers:
     """Tensors on their way to and from other ranks; posted when this is made.
 
-    By place in the group, `sent` has what that rank gets: contiguous, and alive until the wait.
-    `received` is written. Ranks without either make the call, too.
+    `sent` has a contiguous tensor for each receiving rank, `received` one to write for each sending
+    rank. Ranks without either make the call, too.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class Transfers:
         received: Mapping[int, Tensor],
     ) -> None:
         self._group, self._where = group, where
-        self._wanted: Mapping[int, Tensor] = {}
+        self._on_device: Mapping[int, Tensor] = {}
         like = next(iter((*sent.values(), *received.values())), None)
         if like is not None and is_staged(group, like):
-            _wait_for_stream(like)  # nothing may read any more what is written later
-            copies = {id(x): _host_copy(x) for x in sent.values()}  # one may go to many
-            self._wanted, sent = received, {to: copies[id(x)] for to, x in sent.items()}
+            _wait_for_stream(like)  # before memory that kernels may still read is written
+            copies = {id(x): _host_copy(x) for x in sent.values()}  # one tensor may go to many
+            self._on_device, sent = received, {to: copies[id(x)] for to, x in sent.items()}
             received = {of: _on_host(x) for of, x in received.items()}
             like = None
-        self._kept = sent, received  # what is written to must live until the wait
+        self._tensors = sent, received  # which must live until the wait
         self._by_gloo = group.calls.is_gloo and (like is None or like.is_cpu)
         self._process_group = group.process_group
         self._works = group.calls.post(where, self._post)
 
     def _post(self, tag: int) -> list[dist.Work]:
-        (sent, received), group, calls = self._kept, self._process_group, self._group.calls
+        (sent, received), group, calls = self._tensors, self._process_group, self._group.calls
         if self._by_gloo:  # torch's functions take longer than a small message; ranks always meet
             works, places = list[dist.Work](), self._group.places
             for start, xs in ((group.recv, received), (group.send, sent)):
@@ -72,8 +72,8 @@ class Transfers:
     def wait(self) -> None:
         """Wait until everything arrived and was sent; on a device, its stream waits."""
         self._group.calls.wait(self._where, self._wait)
-        for place, x in self._wanted.items():
-            x.copy_(self._kept[1][place])
+        for place, x in self._on_device.items():
+            x.copy_(self._tensors[1][place])
 
     def _wait(self) -> None:
         # Gloo's messages know only the timeout that the group was made with.
@@ -90,55 +90,55 @@ def start_all_to_all(
     recv_splits: list[int],
     send_splits: list[int],
 ) -> Callable[[], None]:
-    """Send rows to each rank by contiguous splits and receive from each; the result waits."""
+    """Start to send rows to each rank and receive from each, by splits; return the wait."""
     by_gloo = group.calls.is_gloo and (sent.is_cpu or is_staged(group, sent))
     if by_gloo or not group.is_whole:
-        come = dict(enumerate(received.split_with_sizes(recv_splits)))
-        to = dict(enumerate(sent.split_with_sizes(send_splits)))
-        own = come.pop(group.rank), to.pop(group.rank)
-        transfers = Transfers(group, where, to, come)
-        own[0].copy_(own[1])
+        into = dict(enumerate(received.split_with_sizes(recv_splits)))
+        out = dict(enumerate(sent.split_with_sizes(send_splits)))
+        staying = into.pop(group.rank), out.pop(group.rank)
+        transfers = Transfers(group, where, out, into)
+        staying[0].copy_(staying[1])
         return transfers.wait
     process_group, options = group.process_group, dist.AllToAllOptions()
     options.asyncOp = True
 
-    def post(tag: int) -> dist.Work:  # torch's Python function takes as long as a small one
+    def post(tag: int) -> dist.Work:  # torch's Python function takes as long as a small exchange
         return process_group.alltoall_base(received, sent, recv_splits, send_splits, options)
 
     work = group.calls.post(where, post)
 
     def wait() -> None:
         group.calls.wait(where, work.wait)
-        _ = sent, received  # which live until here
+        _ = sent, received  # keeps them alive until here
 
     return wait
 
 
-def all_gather(group: RankGroup, where: str, own: Tensor) -> Tensor:
+def all_gather(group: RankGroup, where: str, x: Tensor) -> Tensor:
     """Return the tensors of all N ranks, alike in shape and dtype, as (N, ...)."""
-    if is_staged(group, own):
-        return _like(own, all_gather(group, where, _host_copy(own)))
-    own = own.contiguous()
-    gathered = own.new_empty(group.size, *own.shape)
+    if is_staged(group, x):
+        return _like(x, all_gather(group, where, _host_copy(x)))
+    x = x.contiguous()
+    gathered = x.new_empty(group.size, *x.shape)
     if group.is_whole:
-        _call(group, where, all_gather_single, as_bytes(gathered), as_bytes(own))
+        _call(group, where, all_gather_single, as_bytes(gathered), as_bytes(x))
         return gathered
     parts = as_bytes(gathered).view(group.size, -1).unbind(0)
-    gathered[group.rank] = own
-    to = dict.fromkeys(group.others, as_bytes(own))
+    gathered[group.rank] = x
+    to = dict.fromkeys(group.others, as_bytes(x))
     Transfers(group, where, to, {place: parts[place] for place in group.others}).wait()
     return gathered
 
 
 def reduce_scatter(group: RankGroup, where: str, parts: Tensor) -> Tensor:
-    """Return the sum over the ranks of their part for this one: (N, ...) to (...), in its dtype."""
+    """Sum over the ranks the part that each has for this rank: (N, ...) to (...), in its dtype."""
     if is_staged(group, parts):
         return _like(parts, reduce_scatter(group, where, _host_copy(parts)))
     parts = parts.contiguous()
     if group.is_whole:
-        own = parts.new_empty(parts.shape[1:])
-        _call(group, where, reduce_scatter_single, own.view(-1), parts.view(-1))
-        return own
+        total = parts.new_empty(parts.shape[1:])
+        _call(group, where, reduce_scatter_single, total.view(-1), parts.view(-1))
+        return total
     received = torch.empty_like(parts)
     start_all_to_all(group, where, received, parts, [1] * group.size, [1] * group.size)()
     return received.sum(dim=0)
@@ -203,19 +203,18 @@ def is_staged(group: RankGroup, x: Tensor) -> bool:
         return False
     if not this_world().stages_cuda:
         raise ConfigError(
-            f"a tensor on {x.device}, and the group {group.name!r} is of gloo, which moves those "
-            "of the host: use NCCL; or, for several ranks on one GPU, call "
-            "bascule.comm.stage_cuda() on every rank, which copies through the host"
+            f"a tensor on {x.device}, and gloo of group {group.name!r} moves those of the host: "
+            "use NCCL, or for ranks on one GPU call bascule.comm.stage_cuda() on every rank"
         )
     return True
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, flat, also of one element with any strides."""
+    """Return the memory of a contiguous tensor, flat; a single element may have any strides."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def table_on(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return a table of a plan on a device; one made in inference mode may be used in training."""
+    """Copy a table of a plan to a device, usable in training even if made in inference mode."""
     with torch.inference_mode(False):
         return torch.from_numpy(array).to(device, non_blocking=True)

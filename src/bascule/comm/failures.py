@@ -49,12 +49,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at the store; shorter waits are not looked after
-ROLL_CALL_S = 2.0  # that ranks wait for each other's sign of life
-ANSWER_S = 10.0  # that the store may take to answer
-_LOOKS_A_S = 4000  # of all ranks together
-_ALL = 2**62  # calls
-_LAST = 8  # last calls of a group that waiting ranks compare
+LOOK_S = 1.0  # between two looks at the store; shorter waits are not watched
+ROLL_CALL_S = 2.0  # longest wait for other ranks' signs of life
+ANSWER_S = 10.0  # longest wait for an answer of the store
+_LOOKS_A_S = 4000  # most looks a second, of all ranks
+_ALL = 2**62  # as many calls as there can be
+_LAST = 8  # calls of a group that waiting ranks compare
 _READS = 8  # reads of what other ranks wait for, in one look
 _CLOSING_TAG = 0x7FFFFFFF
 _BROKEN_OFF = re.compile(
@@ -151,7 +151,7 @@ class Calls:
             raise self._failure(where, error) from error
 
     def wait(self, where: str, wait: Callable[[], object]) -> None:
-        """End a call when the others have come: `wait` returns then. CommError if they do not."""
+        """Wait until the other ranks have made the call; CommError if they do not."""
         waited = begin_range(where) if is_profiled() else None
         watch, self.since = self._watch, time.monotonic()
         try:
@@ -210,18 +210,18 @@ def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failur
 
 
 def ask(request: Callable[[Any], T]) -> T:
-    """Return what a request to the store of the job gives; RuntimeError if it is silent."""
+    """Return the answer of the job's store to a request; RuntimeError if it is silent."""
     return watch_of_world().ask(request)
 
 
 def read(store: Any, key: str) -> str | None:
-    """Return what the store has under a key, or None; one request, which never waits."""
+    """Return the text of a key in the store, or None; one request, which never waits."""
     text = store.compare_set(f"bascule/{key}", "-", "-").decode()
     return None if text == "-" else text
 
 
 def write(store: Any, key: str, text: str) -> None:
-    """Keep a text under a key: names of files in it may hold bytes that no store takes."""
+    """Write a text to a key; escape bytes, as of file names, that no store takes."""
     store.set(f"bascule/{key}", text.encode(errors="backslashreplace").decode())
 
 
@@ -231,11 +231,13 @@ class Watch:
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]
         self.groups = weakref.WeakKeyDictionary()  # calls by part of the group
-        self.kept: dict[Any, Any] = {}  # objects that other modules tie to this process group
+        self.objects: dict[Any, Any] = {}  # objects that other modules tie to this process group
         self.reason: Failure | None = None  # why the calls of this rank were ended
-        self.failed_in: int | None = None  # thread that failed and has not gone on; None: none, all
+        self.failed_in: int | None = (
+            None  # thread that failed and has not gone on; None: none, or all
+        )
         self._failed: Failure | None = None
-        self._waits: list[Any] = []  # as the store has it
+        self._waits: list[Any] = []  # the state of this rank that the store has
         self._turns = count()
         self._suspects: Counter[tuple[str, int]] = Counter()
         self._world, self._rank = weakref.ref(world), dist.get_rank()
@@ -248,7 +250,7 @@ class Watch:
 
     @functools.cached_property
     def _store(self) -> Any:
-        """A connection of the watch's own: other code may wait in the store on the job's."""
+        """A second connection to the store: other code may wait on the first."""
         job: Any = c10d._get_default_store()
         return job.clone()
 
@@ -265,7 +267,7 @@ class Watch:
         self.ask(lambda store: self._note(store, failed))
         if text:
             self.ask(lambda store: write(store, "failed/last", str(self._rank)))
-        elif self.ask(self._last) is None:  # keep a failure that comes meanwhile
+        elif self.ask(self._last) is None:  # keep a failure noted meanwhile
             last = self.ask(lambda store: read(store, "failed/last")) or ""
             self.ask(lambda store: store.compare_set("bascule/failed/last", last, str(self._rank)))
         return failed
@@ -302,12 +304,12 @@ class Watch:
             _close(group)
 
     def ask(self, request: Callable[[Any], T]) -> T:
-        """Return what a request gives; RuntimeError if the store does not answer in time."""
+        """Return the answer to a request; RuntimeError if the store does not answer in time."""
         if threading.current_thread() is self._thread:
             return request(self._store)
         answer: Future[T] = Future()
         self._requests.put((request, answer))
-        try:  # who waited in vain once does not wait again
+        try:  # after one wait in vain, later ones are short
             result = answer.result(0.1 if self._is_silent else ANSWER_S)
         except TimeoutError:
             self._is_silent = True
@@ -323,10 +325,10 @@ class Watch:
         next_look = 0.0
         while self._world() is dist.group.WORLD is not None:
             with suppress(queue.Empty):
-                asked = self._requests.get(timeout=max(next_look - time.monotonic(), 0.01))
-                if asked is None:
+                item = self._requests.get(timeout=max(next_look - time.monotonic(), 0.01))
+                if item is None:
                     break
-                request, answer = asked
+                request, answer = item
                 try:
                     answer.set_result(request(self._store))
                 except BaseException as error:
@@ -370,17 +372,17 @@ class Watch:
         if calls is None or len(calls.ranks) < 2:
             return
         begun = {each.key: each.number for each in self.calls if each.thread == calls.thread}
-        own = [calls.key, begun, list(calls.last)]
+        state = [calls.key, begun, list(calls.last)]
         if calls.since != since:  # it goes on
             return
-        if own != self._waits:
-            self._waits = own
-            write(self._store, f"waits/{self._rank}", json.dumps(own))
+        if state != self._waits:
+            self._waits = state
+            write(self._store, f"waits/{self._rank}", json.dumps(state))
         others = [rank for rank in calls.ranks if rank != self._rank]
         first = next(self._turns) * _READS % len(others)
         for other in (others * 2)[first : first + min(_READS, len(others))]:
             text = read(self._store, f"waits/{other}")
-            pair = None if text is None else _unlike(own, json.loads(text))
+            pair = None if text is None else _unlike(state, json.loads(text))
             if pair is not None:
                 own_call, their_call = pair
                 self.reason = self.fail(
@@ -459,15 +461,15 @@ def watch_of_world() -> Watch:
     return watch
 
 
-def _unlike(own: Sequence[Any], theirs: Sequence[Any]) -> tuple[str, str] | None:
+def _unlike(mine: Sequence[Any], theirs: Sequence[Any]) -> tuple[str, str] | None:
     """Return two calls of waiting ranks that will never meet; None if they may meet."""
-    (key, begun, last), (their_key, their_begun, their_last) = own, theirs
+    (key, begun, last), (their_key, their_begun, their_last) = mine, theirs
     if key == their_key:
-        mine = dict(zip(range(begun[key], 0, -1), reversed(last), strict=False))
-        other = dict(zip(range(their_begun[key], 0, -1), reversed(their_last), strict=False))
-        for number in sorted(mine.keys() & other.keys()):
-            if mine[number] != other[number]:
-                return mine[number], other[number]
+        here = dict(zip(range(begun[key], 0, -1), reversed(last), strict=False))
+        there = dict(zip(range(their_begun[key], 0, -1), reversed(their_last), strict=False))
+        for number in sorted(here.keys() & there.keys()):
+            if here[number] != there[number]:
+                return here[number], there[number]
     is_ahead = their_begun.get(key, _ALL) < begun[key]
     is_behind = begun.get(their_key, _ALL) < their_begun[their_key]
     return (last[-1], their_last[-1]) if is_ahead and is_behind else None
@@ -484,10 +486,10 @@ def _gloo_groups() -> list[dist.ProcessGroup]:
     return [group for group in list(c10d._world.pg_map) if "gloo" in dist.get_backend(group)]
 
 
-def _begun_in_torch(own: Sequence[Calls]) -> dict[str, int]:
+def _begun_in_torch(all_calls: Sequence[Calls]) -> dict[str, int]:
     """Return collectives begun by group of gloo, of any code; without the messages of parts."""
     messages: Counter[str] = Counter()
-    for calls in own:
+    for calls in all_calls:
         messages[calls.key.partition(" ")[0]] += calls.num_messages
     begun: dict[str, int] = {}
     for group in _gloo_groups():

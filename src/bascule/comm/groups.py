@@ -28,26 +28,26 @@ K = TypeVar("K", bound=Hashable)
 
 _NUM_AGREED = 4096
 _NUM_VIEWS = 64
-_PAUSE_S = 0.1  # at most, between two looks whether the others have come
+_PAUSE_S = 0.1  # longest pause between two looks for the other ranks
 
 
-class Kept(Generic[K, T]):
-    """The `most` things used last, by key; the one unused longest goes."""
+class Cache(Generic[K, T]):
+    """The `most` values used last, by key; the one unused longest goes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._things: dict[K, T] = {}
+        self._values: dict[K, T] = {}
 
     def get(self, key: K, make: Callable[[], T]) -> T:
-        """Return the thing of a key; make it if there is none."""
+        """Return the value of a key; make it if there is none."""
         try:
-            thing = self._things.pop(key)
+            value = self._values.pop(key)
         except KeyError:
-            thing = make()
-        self._things[key] = thing  # behind all others
-        if len(self._things) > self._most:
-            del self._things[next(iter(self._things))]
-        return thing
+            value = make()
+        self._values[key] = value  # behind all others
+        if len(self._values) > self._most:
+            del self._values[next(iter(self._values))]
+        return value
 
 
 class Staging(threading.local):
@@ -62,7 +62,7 @@ class Staging(threading.local):
         self._views: dict[Hashable, Tensor] = {}  # a view costs more than a small copy
 
     def take(self, role: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return a tensor of that shape without values, of the dtype and device of `like`."""
+        """Return an uninitialised tensor of a shape, of the dtype and device of `like`."""
         if not like.is_cpu:
             return like.new_empty(shape)
         key = role, shape, like.dtype
@@ -81,7 +81,7 @@ class Staging(threading.local):
 
 
 class Part(Calls):
-    """Calls of a group or a part of it, forms agreed on, and memory that is used again."""
+    """Calls of a group or a part of it, signatures agreed on, and memory that is used again."""
 
     def __init__(
         self, key: str = "", ranks: Sequence[int] = (), name: str = "", backends: str = ""
@@ -92,89 +92,86 @@ class Part(Calls):
         self.staging = Staging()
         self._agreed: dict[Hashable, None] = {}
 
-    def has_agreed(self, form: Hashable) -> bool:
-        """Look a form of call up among the last few thousand that all ranks agreed on."""
-        return form in self._agreed
+    def has_agreed(self, signature: Hashable) -> bool:
+        """Look a call's signature up among the last few thousand that all ranks agreed on."""
+        return signature in self._agreed
 
-    def agree(self, form: Hashable) -> None:
-        """Note that all ranks have agreed on a form of call."""
-        self._agreed[form] = None
-        if len(self._agreed) > _NUM_AGREED:  # the oldest, which is the same on all ranks
+    def agree(self, signature: Hashable) -> None:
+        """Note that all ranks have agreed on a call's signature."""
+        self._agreed[signature] = None
+        if len(self._agreed) > _NUM_AGREED:  # the oldest is the same on all ranks
             del self._agreed[next(iter(self._agreed))]
 
 
 class World:
-    """Things of one default process group, where operators of torch find them."""
+    """Objects of one default process group, where operators of torch find them."""
 
     def __init__(self) -> None:
         self.meshes: dict[str, Any] = {}  # by name
         self.device_meshes: dict[Hashable, Any] = {}  # by a DeviceMesh and its groups
-        self.meetings: Counter[str] = Counter()  # to make a group, by its name
+        self.meetings: Counter[str] = Counter()  # groups made so far, by name and ranks
         self.stages_cuda = False  # whether groups of gloo take tensors of CUDA
-        self._kept: dict[Hashable, Any] = {}
+        self._made: dict[Hashable, Any] = {}
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
-    def add(self, *things: object) -> int:
-        """Number things, by which operators find them while somebody holds them; the first number.
-
-        The others follow it.
-        """
+    def add(self, *objects: object) -> int:
+        """Number objects, by which operators find them while they live; return the first number."""
         first = self._last + 1
-        self._last += len(things)
-        self._numbered.update(zip(range(first, self._last + 1), things, strict=True))
+        self._last += len(objects)
+        self._numbered.update(zip(range(first, self._last + 1), objects, strict=True))
         return first
 
     def find(self, number: int) -> Any:
-        """Return the thing of a number; CommError if it is gone."""
-        thing = self._numbered.get(number)
-        if thing is None:
+        """Return the object of a number; CommError if it is gone."""
+        numbered = self._numbered.get(number)
+        if numbered is None:
             raise CommError(
                 f"number {number} is gone with its step: a compiled backward came more than two "
                 "plans after its forward, or after destroy_process_group; hold the step until then"
             )
-        return thing
+        return numbered
 
     def keep(self, mesh: Any) -> None:
         """Let operators find a mesh, for as long as its process groups exist."""
-        self.meshes = {name: kept for name, kept in self.meshes.items() if kept.exists}
-        every = self.device_meshes.items()
-        self.device_meshes = {key: kept for key, kept in every if kept.exists}
+        self.meshes = {name: other for name, other in self.meshes.items() if other.exists}
+        pairs = self.device_meshes.items()
+        self.device_meshes = {key: other for key, other in pairs if other.exists}
         self.meshes[mesh.name] = mesh
 
-    def kept(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:
-        """Return what is kept under a key; made where there is nothing yet that works."""
-        if key in self._kept and not works(self._kept[key]):
-            del self._kept[key]
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+    def cached(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:
+        """Return the object of a key; make it if there is none, or one that no longer works."""
+        if key in self._made and not works(self._made[key]):
+            del self._made[key]
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def this_world() -> World:
     """Return the world of the default process group; ConfigError if there is none."""
-    kept = watch_of_world().kept
-    if World not in kept:
-        kept[World] = World()
-    return kept[World]
+    objects = watch_of_world().objects
+    if World not in objects:
+        objects[World] = World()
+    return objects[World]
 
 
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks that make calls together: a process group, or some members of one.
 
-    Messages of some members go over the group of all, with own tags. The process group is only
-    referred to: one that outlives its destruction has threads of gloo that abort the process.
+    Messages of some members go over the group of all, with tags of their own. The process group is
+    only referred to: gloo's threads abort the process if one outlives its destruction.
     """
 
     reference: Callable[[], dist.ProcessGroup | None]  # None once it was destroyed
-    rank: int  # this rank's place in `ranks`
+    rank: int  # index of this rank in `ranks`
     ranks: tuple[int, ...]  # global ranks in any order, the same on all of them
-    places: tuple[int, ...]  # of each member, in the process group's own order
+    places: tuple[int, ...]  # rank of each member in the process group
     name: str  # for errors
     key: str = ""  # unique among the groups of this rank, and the same on all members
     calls: Part = field(default_factory=Part, compare=False, repr=False)
-    # The same ranks in a group of the host, where they agree; None: this one.
+    # The group of the same ranks on the host, in which they agree; None: this one.
     control: "RankGroup | None" = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> str:
@@ -212,7 +209,7 @@ class RankGroup:
 
     @property
     def others(self) -> list[int]:
-        """Places of all members but this one."""
+        """Ranks of all members but this one, as indices into `ranks`."""
         return [place for place in range(self.size) if place != self.rank]
 
     @property
@@ -335,7 +332,7 @@ def new_group(
 ) -> RankGroup:
     """Create a group of global ranks; only they need to call, in the same order for all groups.
 
-    CommError if one has not come within `timeout_s`, then the longest wait of its collectives. A
+    CommError if a rank is late by `timeout_s`, which then limits waits in its collectives. A
     `backend` of None is the default group's.
     """
     number("timeout_s", timeout_s, 1e-3, 1e7)
@@ -361,7 +358,7 @@ def new_group(
 
 
 def _meet(calls: Calls, timeout_s: float) -> None:
-    """Wait until all have come; RuntimeError if not in time, after taking the coming back."""
+    """Wait for all ranks; after `timeout_s` leave the meeting and raise RuntimeError."""
     counted, opened = f"bascule/meeting/{calls.key}", f"bascule/met/{calls.key}"
     size, deadline = len(calls.ranks), time.monotonic() + timeout_s
     if ask(lambda store: store.add(counted, 1)) == size:  # the last one calls all together

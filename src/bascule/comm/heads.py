@@ -2,8 +2,8 @@
 
 Source: DeepSpeed Ulysses (arXiv:2309.14509), here with uneven tokens and heads, in one exchange.
 
-Shapes: B batch, T tokens of a rank, S of all U ranks, D head width. Tensors at home are (B, T,
-heads, D), or (T, heads, D) of packed sequences; ranks bring their tokens one after the other.
+Shapes: B batch, T tokens of a rank, S tokens of all U ranks, D head width. Tensors at home are
+(B, T, heads, D), or (T, heads, D) of packed sequences; ranks bring their tokens in rank order.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from bascule.comm.collectives import start_all_to_all
-from bascule.comm.groups import Kept, RankGroup
+from bascule.comm.groups import Cache, RankGroup
 from bascule.comm.quantized import Quantized
 from bascule.traffic import HeadShares
 
-_NUM_KEPT = 64  # sizes of batches, heads and widths
+_NUM_SIZES = 64  # most batches, heads and widths whose sizes are remembered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     """Consecutive ranks with equal shares of the heads."""
 
-    start: int  # where what goes to them, or comes from them, begins in the buffer
-    shape: tuple[int, ...]  # of its slice of the buffer: (B, T, ranks, share of all heads, D)
-    strides: tuple[int, ...]  # of this view of the buffer, which lies as (ranks, B, T, share, D)
-    heads: list[tuple[int, int]] | None  # of each tensor, their first and how many; None: all
-    views: list[tuple[int, ...]]  # of each tensor, (B, T, ranks, share, D) of these
+    start: int  # of their slice in the buffer of an exchange
+    shape: tuple[int, ...]  # of the slice's view: (B, T, ranks, share of all heads, D)
+    strides: tuple[int, ...]  # of the view; the buffer lies as (ranks, B, T, share, D)
+    heads: list[tuple[int, int]] | None  # of each tensor, first head and number; None: all
+    views: list[tuple[int, ...]]  # of each tensor, (B, T, ranks, share, D) of these heads
     shares: list[int]  # heads of each tensor that each of the ranks has
 
     def of_buffer(self, flat: Tensor) -> Tensor:
@@ -60,17 +60,17 @@ class HeadExchange:
     """Tokens and heads of each Ulysses rank, and the exchanges between the two."""
 
     group: RankGroup  # the Ulysses ranks
-    shares: HeadShares  # key-value heads of each; query heads, and packed rows, go with theirs
+    shares: HeadShares  # key-value heads of each rank; query heads go with theirs
     lens: Sequence[int]  # (U,) tokens that each rank brings
-    # Tokens arrive rank by rank; attention wants them in `order`: (S,) indices into the arrived, or
-    # slices of them one after another; None: as they arrive. `back` is the inverse.
+    # Tokens arrive rank by rank; attention wants them in `order`: (S,) indices into what arrived,
+    # or slices of it one after another; None: as they arrive. `back` is the inverse.
     order: "Tensor | Sequence[slice] | None" = None
     back: "Tensor | Sequence[slice] | None" = None
     is_packed: bool = False  # whether tensors at home hold packed sequences
     num_kv_heads: int = field(init=False)  # of all ranks
     first_kv_head: int = field(init=False)  # of this rank
     own_kv_heads: int = field(init=False)
-    _sizes: Kept[Hashable, _Sizes] = field(default_factory=lambda: Kept(_NUM_KEPT), repr=False)
+    _sizes: Cache[Hashable, _Sizes] = field(default_factory=lambda: Cache(_NUM_SIZES), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_kv_heads", self.shares.num_kv_heads)
@@ -79,7 +79,7 @@ class HeadExchange:
 
     @property
     def own_tokens(self) -> slice:
-        """Place of this rank's tokens among those of all."""
+        """Where this rank's tokens lie among the tokens of all ranks."""
         first = sum(self.lens[: self.group.rank])
         return slice(first, first + self.lens[self.group.rank])
 
@@ -159,14 +159,13 @@ class HeadExchange:
     def _make_sizes(self, batch: int, width: int, factors: tuple[int, ...]) -> _Sizes:
         """Return the sizes for tensors with `factors` heads for each key-value head."""
         shares, rank, each = self.shares, self.group.rank, sum(factors)
-        lens, own = self.lens, self.own_kv_heads
-        tokens = lens[rank]
+        lens, tokens = self.lens, self.lens[rank]
         home = (tokens,) if self.is_packed else (batch, tokens)
         return _Sizes(
             sent=(batch * tokens * each * width * shares.num_kv_heads,),
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
-            by_tokens=[batch * num * each * width * own for num in lens],
-            whole=(batch, sum(lens), each * own, width),
+            by_tokens=[batch * num * each * width * self.own_kv_heads for num in lens],
+            whole=(batch, sum(lens), each * self.own_kv_heads, width),
             homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
             runs=self._runs(batch, tokens, factors, width),
         )
@@ -197,7 +196,7 @@ class HeadExchange:
 
 
 def _ordered(rows: Tensor, order: Tensor | Sequence[slice]) -> Tensor:
-    """Return (B, S, ...) tokens in another order."""
+    """Return (B, S, ...) tokens in an order."""
     if isinstance(order, Tensor):
         return rows.index_select(1, order)
     return torch.cat([rows[:, part] for part in order], dim=1)

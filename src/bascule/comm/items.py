@@ -38,7 +38,7 @@ def mapped(
     change: Callable[[Any], Any],
     is_leaf: Callable[[Any], bool] = lambda nest: isinstance(nest, Tensor),
 ) -> Any:
-    """Return the nest with every tensor, or whatever else is a leaf, changed; all else as it is.
+    """Return a copy of a nest whose leaves, by default its tensors, are changed.
 
     Nests are dicts, lists, (named) tuples, dataclasses, and distributions of diffusers, which are
     made from their `parameters`.
@@ -71,7 +71,7 @@ def leaves_of(nest: Any) -> list[Tensor]:
 
 
 def rebuilt(nest: Any, leaves: Iterator[Tensor]) -> Any:
-    """Return the nest around the next tensors."""
+    """Return the nest with its tensors replaced by the next ones."""
     return mapped(nest, lambda _: next(leaves))
 
 
@@ -82,10 +82,10 @@ def joined(nests: Sequence[Any]) -> Any:
 
 
 ALIGNMENT = 16
-"""Bytes to whose multiples samples and arrays are padded: the widest element, complex128."""
+"""Samples and arrays are padded to multiples of these bytes: those of complex128, the widest."""
 
 MAX_DEPTH = 64
-"""Of nested values; deeper ones could end the interpreter's stack on the rank that reads them."""
+"""Most levels of nesting: more could overflow the interpreter's stack on the rank that reads."""
 
 _LENGTH = struct.Struct("<I")
 HOST = torch.device("cpu")
@@ -114,13 +114,13 @@ class Parcel:
         return cls(parts, starts, end)
 
     def write(self, buffer: Tensor) -> None:
-        """Write into a uint8 tensor of `num_bytes`; what pads the parts stays as it is."""
+        """Write into a uint8 tensor of `num_bytes`, all but the padding."""
         for start, part in zip(self.starts, self.parts, strict=True):
             buffer[start : start + part.numel()] = part
 
 
 def parcel(sample: object, device: torch.device = HOST) -> Parcel:
-    """Return a sample as it travels, copying only arrays that are not contiguous."""
+    """Return a sample as a parcel; only arrays that are not contiguous are copied."""
     writer = _Writer(device)
     described = writer.describe(sample, "sample", 0)
     # Not ASCII: its escapes of two lone surrogates would arrive as one character.
@@ -142,60 +142,59 @@ def read(buffer: Tensor) -> Any:
 
 
 class _Writer:
-    """Describes values, each by a letter for its type and its parts; collects arrays as bytes."""
+    """A writer of headers: each value becomes a letter for its type and parts; arrays are bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.arrays: list[Tensor] = []
 
-    def describe(self, value: Any, place: str, depth: int) -> list[Any]:
+    def describe(self, value: Any, path: str, depth: int) -> list[Any]:
         kind = type(value)
         if isinstance(value, Tensor):
-            return self._tensor(value, place)
+            return self._tensor(value, path)
         if kind is np.ndarray:
-            return self._array(value, place)
+            return self._array(value, path)
         if isinstance(value, np.generic):
-            return self._scalar(value, place)
+            return self._scalar(value, path)
         if kind is bytes:
             return self._bytes(value)
         if kind in (str, int, float, bool, type(None)):
             return ["v", value]
         if kind not in _LETTERS:
-            raise _refusal(value, place)
+            raise _refusal(value, path)
         if depth == MAX_DEPTH:
-            raise ConfigError(f"{place} is nested deeper than {MAX_DEPTH} levels: give it flat")
+            raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels: give it flat")
         if isinstance(value, dict):
             for key in value:
                 if type(key) is not str:
-                    raise ConfigError(f"{place} has the key {key!r}: keys of samples are strings")
+                    raise ConfigError(f"{path} has the key {key!r}: keys of samples are strings")
             items = value.items()
-            parts = {k: self.describe(v, f"{place}[{k!r}]", depth + 1) for k, v in items}
+            parts = {k: self.describe(v, f"{path}[{k!r}]", depth + 1) for k, v in items}
             return [_LETTERS[kind], parts]
         numbers = _as_numbers(value)
         if numbers is not None:
-            return ["n", _LETTERS[kind], self._array(numbers, place)]
-        parts = [self.describe(v, f"{place}[{i}]", depth + 1) for i, v in enumerate(value)]
+            return ["n", _LETTERS[kind], self._array(numbers, path)]
+        parts = [self.describe(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
         return [_LETTERS[kind], parts]
 
-    def _tensor(self, tensor: Tensor, place: str) -> list[Any]:
+    def _tensor(self, tensor: Tensor, path: str) -> list[Any]:
         is_near = tensor.device.type in ("cpu", self.device.type)
         is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
         if is_odd or not is_near:
-            form = "nested" if tensor.is_nested else str(tensor.layout)
-            fix = "; move them to a device after the loader"
-            fix = fix if self.device.type == "cpu" else f" or on {self.device}"
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            is_host = self.device.type == "cpu"
+            fix = "; move them to a device after the loader" if is_host else f" or on {self.device}"
             raise ConfigError(
-                f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on the "
+                f"{path} is a {kind} tensor on {tensor.device}: samples hold dense tensors on the "
                 f"CPU{fix}"
             )
         if tensor.requires_grad:
             raise ConfigError(
-                f"{place} requires a gradient, which does not come back from another rank: give "
-                "what it is computed from, such as token ids, and compute it within the model, "
-                "where the sample arrives; detach it only if nothing is trained by it"
+                f"{path} requires a gradient, which would not come back: give what it is computed "
+                "from, as token ids, and compute it within the model; or detach it to train nothing"
             )
         if type(tensor) is not Tensor:
-            raise _refusal(tensor, place)
+            raise _refusal(tensor, path)
         dense = tensor.resolve_conj().resolve_neg()
         dense = dense if dense.is_contiguous() else dense.clone()
         strides = None if dense.is_contiguous() else list(dense.stride())
@@ -203,7 +202,7 @@ class _Writer:
             self.arrays.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
         return ["t", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
 
-    def _array(self, array: np.ndarray, place: str) -> list[Any]:
+    def _array(self, array: np.ndarray, path: str) -> list[Any]:
         """Refuse dtypes that a name does not define: objects, fields, dtypes of other packages."""
         dtype = array.dtype
         try:
@@ -212,7 +211,7 @@ class _Writer:
             named = np.dtype(object)
         if dtype.hasobject or dtype.names or named != dtype or named.char != dtype.char:
             raise ConfigError(
-                f"{place}: an array of {dtype} cannot travel; use a plain dtype of numbers"
+                f"{path}: an array of {dtype} cannot travel; use a plain dtype of numbers"
             )
         dense = array if array.flags.c_contiguous else array.copy(order="K")
         strides = None if dense.flags.c_contiguous else list(dense.strides)
@@ -221,15 +220,15 @@ class _Writer:
             self.arrays.append(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
         return ["a", dtype.str, list(array.shape), strides]
 
-    def _scalar(self, value: np.generic, place: str) -> list[Any]:
+    def _scalar(self, value: np.generic, path: str) -> list[Any]:
         # Arrays of strings do not keep the zeros at their ends, nor does numpy's own str().
         if type(value) is np.str_:
             return ["s", str.__str__(value)]
         if type(value) is np.bytes_:
             return ["z", self._bytes(bytes(value))]
         if type(value) is not value.dtype.type:
-            raise _refusal(value, place)
-        return ["g", self._array(np.asarray(value), place)]
+            raise _refusal(value, path)
+        return ["g", self._array(np.asarray(value), path)]
 
     def _bytes(self, value: bytes) -> list[Any]:
         if value:
@@ -262,16 +261,16 @@ _ADVICE = (
 )
 
 
-def _refusal(value: object, place: str) -> ConfigError:
-    """Return the error of a value that cannot travel, with what to give in its place."""
+def _refusal(value: object, path: str) -> ConfigError:
+    """Return the error of a value that cannot travel, with what to give instead."""
     advice = next(text for kind, text in _ADVICE if isinstance(value, kind))
     return ConfigError(
-        f"{place} is a {type(value).__name__}, which would not arrive as one: {advice}"
+        f"{path} is a {type(value).__name__}, which would not arrive as one: {advice}"
     )
 
 
 class _Reader:
-    """Takes arrays off a buffer, one after the other, while it builds the nest of the header."""
+    """A reader of parcels: builds the nest of a header from a buffer's arrays in turn."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer, self._next = buffer, 0
@@ -319,10 +318,10 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemMove:
-    """A move of n items, which all ranks list alike; an item for several ranks comes repeatedly."""
+    """A move of n items, listed alike on all ranks; an item for several ranks is listed often."""
 
     source: Ranks  # (n,) the rank that has each item
-    dest: Ranks  # (n,) the rank that gets it
+    dest: Ranks  # (n,) the rank that gets each item
     group: RankGroup
     device: torch.device
     step: int  # for errors, as the name
@@ -330,23 +329,23 @@ class ItemMove:
 
 
 def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Tensor]:
-    """Return the bytes of the items that arrive, as listed; one all-to-all.
+    """Return the bytes of the items that arrive, in the order of the move; one all-to-all.
 
-    `parcels` are those that this rank sends; (n,) `num_bytes` are right at least for its own part.
+    `parcels` are what this rank sends; (n,) `num_bytes` must be right where it sends or receives.
     """
     rank, size, device = move.group.rank, move.group.size, move.device
     sends, gets = move.source == rank, move.dest == rank
-    places, send_splits = _lay_out(move.dest[sends], num_bytes[sends], size)
+    starts, send_splits = _lay_out(move.dest[sends], num_bytes[sends], size)
     sent = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
-    for packed, place in zip(parcels, places, strict=True):
-        packed.write(sent[place : place + packed.num_bytes])
+    for packed, start in zip(parcels, starts, strict=True):
+        packed.write(sent[start : start + packed.num_bytes])
     sizes = num_bytes[gets]
-    places, recv_splits = _lay_out(move.source[gets], sizes, size)
+    starts, recv_splits = _lay_out(move.source[gets], sizes, size)
     received = torch.empty(sum(recv_splits), dtype=torch.uint8, device=device)
     call = f"step {move.step}: all_to_all ({move.name})"
     start_all_to_all(move.group, call, received, sent, recv_splits, send_splits)()
-    pairs = zip(places, sizes.tolist(), strict=True)
-    return [received[place : place + count] for place, count in pairs]
+    pairs = zip(starts, sizes.tolist(), strict=True)
+    return [received[start : start + size] for start, size in pairs]
 
 
 def _lay_out(ranks: Ranks, num_bytes: Ints, num_ranks: int) -> tuple[list[int], list[int]]:
@@ -366,11 +365,11 @@ def move_items(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> li
 def move_items_with_gradients(
     move: ItemMove, items: Sequence[Any], parcels: Sequence[Parcel], num_bytes: Ints, token: Tensor
 ) -> tuple[list[Any], Tensor]:
-    """Move items with gradients, which come back to the items that were sent in one all-to-all.
+    """Move items; their gradients return to the items that were sent, in one all-to-all.
 
-    `items` and `parcels` are those that this rank sends. Every rank takes part in the backward if
-    the returned token or an item has a gradient on it. The token () requires a gradient; what made
-    it comes after this in the backward pass, and what uses the returned one before.
+    `items` and `parcels` are what this rank sends. Every rank takes part in the backward if the
+    returned token or an item gets a gradient on it. The token () requires a gradient; it orders the
+    backward pass: first what uses the returned token, then this move, then what made the token.
     """
     leaves = [leaf for item in items for leaf in leaves_of(item)]
     refuse_transforms(move.name, token, *leaves)
@@ -393,12 +392,12 @@ class _Moved(torch.autograd.Function):
         token: Tensor,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
-        # Not views of what was received: who gets them may write into them.
+        # Copies, not views of the buffer: users may write into them.
         arrived += [mapped(item, torch.clone) for item in move_items(move, parcels, num_bytes)]
         flat = [leaves_of(item) for item in arrived]
-        ctx.move, ctx.sent = move, [_wanted(own) for own in _runs(leaves, counts)]
-        ctx.received = [_wanted(own) for own in flat]
-        received = [x for own in flat for x in own]
+        ctx.move, ctx.sent = move, list(map(_gradients_like, _runs(leaves, counts)))
+        ctx.received = list(map(_gradients_like, flat))
+        received = list(itertools.chain.from_iterable(flat))
         ctx.mark_non_differentiable(*(x for x in received if not has_gradient(x)))
         ctx.save_for_backward(token)
         return token.new_zeros(()), *received
@@ -409,7 +408,7 @@ class _Moved(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         there: ItemMove = ctx.move
         move = replace(there, source=there.dest, dest=there.source, name=f"{there.name} back")
-        runs = _runs(grads[1:], [len(own) for own in ctx.received])
+        runs = _runs(grads[1:], list(map(len, ctx.received)))
         parcels = list(map(_of_gradients, runs, ctx.received))
         # All other sizes belong to items that neither leave this rank nor reach it.
         num_bytes = np.zeros(move.source.shape, np.int64)
@@ -420,34 +419,33 @@ class _Moved(torch.autograd.Function):
         return None, None, None, None, None, torch.zeros_like(token), *back
 
 
-def _wanted(leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the forms of the gradients, without values; None for a tensor that has none."""
+def _gradients_like(leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return meta tensors like the gradients of tensors; None for a tensor that has none."""
     return [torch.empty_like(x, device="meta") if has_gradient(x) else None for x in leaves]
 
 
 def _of_gradients(grads: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> Parcel:
-    """Return the wanted gradients of an item as they travel; both sides know their sizes."""
+    """Return the wanted gradients of an item as a parcel; both sides know their sizes."""
     pairs = zip(grads, wanted, strict=True)
-    kept = [x for x, form in pairs if x is not None and form is not None]
-    return Parcel.of([x.contiguous().view(-1).view(torch.uint8) for x in kept])
+    sent = [x for x, like in pairs if x is not None and like is not None]
+    return Parcel.of([x.contiguous().view(-1).view(torch.uint8) for x in sent])
 
 
 def _gradients(buffer: Tensor, wanted: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradient of each tensor of an item, from bytes that `_of_gradients` gave."""
-    gradients: list[Tensor | None] = []
-    at = 0
-    for form in wanted:
-        num_bytes = 0 if form is None else form.nbytes
-        part = buffer[at : at + num_bytes]
-        gradients.append(None if form is None else part.view(form.dtype).view(form.shape))
-        at += num_bytes + -num_bytes % ALIGNMENT
+    """Return the gradient of each tensor of an item, from bytes that `_of_gradients` wrote."""
+    gradients, start = list[Tensor | None](), 0
+    for like in wanted:
+        num_bytes = 0 if like is None else like.nbytes
+        part = buffer[start : start + num_bytes]
+        gradients.append(None if like is None else part.view(like.dtype).view(like.shape))
+        start += num_bytes + -num_bytes % ALIGNMENT
     return gradients
 
 
 def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
     """Split the values into runs of these lengths."""
-    left = iter(values)
-    return [list(itertools.islice(left, count)) for count in counts]
+    rest = iter(values)
+    return [list(itertools.islice(rest, count)) for count in counts]
 
 
 def tied(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -480,7 +478,7 @@ _NUM_PROBES = 4
 
 
 class ExchangeSpeed(NamedTuple):
-    """Seconds of an all-to-all of next to no bytes, and of each byte that a rank sends besides."""
+    """Seconds of an all-to-all of a few bytes, and of each further byte that a rank sends."""
 
     launch_s: float
     byte_s: float
@@ -494,7 +492,7 @@ def measure_exchange(group: RankGroup) -> ExchangeSpeed:
 
 
 def _slowest(group: RankGroup, num_bytes: int) -> float:
-    """Return seconds until the slowest rank has sent so many bytes for each; best of a few."""
+    """Return the seconds of the slowest rank for so many bytes to each rank; best of a few."""
     sent = torch.zeros(group.size * num_bytes, dtype=torch.uint8)
     best = torch.full((1,), np.inf, dtype=torch.float64)
     for _ in range(_NUM_PROBES):

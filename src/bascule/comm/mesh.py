@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from bascule.checks import number
 from bascule.comm.groups import (
-    Kept,
+    Cache,
     RankGroup,
     device_of,
     member_of,
@@ -28,7 +28,7 @@ from bascule.errors import CommError, ConfigError
 from bascule.plan.topology import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
-_FORMS = 256  # forms of calls that a mesh keeps
+_NUM_CACHED = 256  # most calls that a mesh remembers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +39,11 @@ class AttentionMesh:
     ulysses: RankGroup | None  # the ranks that share heads; None if U is 1
     whole: RankGroup | None  # all, by ring rank, then by Ulysses rank; None for one rank
     name: str = field(init=False)  # groups and orders of ranks, by which operators find the mesh
-    # what calls of attention on this mesh need, by their form, and by their block-sparse plan
-    kept: Kept[Hashable, Any] = field(default_factory=lambda: Kept(_FORMS), init=False, repr=False)
-    tables: "weakref.WeakKeyDictionary[Any, Kept[Hashable, Any]]" = field(
+    # what calls of attention on this mesh need, by their signature; by their block-sparse plan
+    cache: Cache[Hashable, Any] = field(
+        default_factory=lambda: Cache(_NUM_CACHED), init=False, repr=False
+    )
+    tables: "weakref.WeakKeyDictionary[Any, Cache[Hashable, Any]]" = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False
     )
 
@@ -50,7 +52,7 @@ class AttentionMesh:
         object.__setattr__(self, "name", "|".join(names))
         if any(self.groups):
             this_world().keep(self)
-        _ = self.degrees  # kept by the groups: compilers cannot trace what keeps them
+        _ = self.degrees  # the groups cache their sizes, which compilers cannot trace
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy a mesh of this rank alone; the groups of other meshes refuse."""
@@ -60,9 +62,9 @@ class AttentionMesh:
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
         """Return the mesh of a DeviceMesh with axes "ring" and "ulysses", in any order of ranks.
 
-        One axis may be missing; others are replicas. `timeout_s` becomes the longest wait of the
-        collectives of its process groups. ConfigError: it has none of these axes or another order
-        of them, or this rank is not in it.
+        One axis may be missing; other axes are replicas. `timeout_s` becomes the longest wait of
+        the collectives of its process groups. ConfigError: the mesh has none of these axes, or in
+        another order, or this rank is not in it.
         """
         if timeout_s is not None:
             number("timeout_s", timeout_s, 1e-3, 1e7)
@@ -128,13 +130,13 @@ class AttentionMesh:
 
 def named_part(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """Return the part of a mesh that has these axes, around this rank."""
-    own = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
-    is_part = own and len(own) < mesh.ndim and mesh.get_coordinate() is not None
-    return mesh[own] if is_part else mesh
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
+    is_part = names and len(names) < mesh.ndim and mesh.get_coordinate() is not None
+    return mesh[names] if is_part else mesh
 
 
 class Place(NamedTuple):
-    """Facts about a mesh for a traced program: numbers, and the name of the rest."""
+    """Numbers of a mesh for a traced program, and its name."""
 
     degrees: Degrees  # (R, U)
     place: tuple[int, int]  # (ring rank, Ulysses rank) of this rank
@@ -142,7 +144,7 @@ class Place(NamedTuple):
 
 
 def place_in(mesh: AttentionMesh | DeviceMesh) -> Place:
-    """Return this rank's place in a mesh; for compilers a constant."""
+    """Return this rank's place in a mesh, a constant in compiled graphs."""
     if isinstance(mesh, AttentionMesh):
         return Place(mesh.degrees, mesh.place, mesh.name)
     if mesh is None or isinstance(mesh, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -151,13 +153,12 @@ def place_in(mesh: AttentionMesh | DeviceMesh) -> Place:
 
 
 def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
-    """Return one mesh for each DeviceMesh and its groups: equal meshes may have other groups."""
+    """Return the mesh of a DeviceMesh and its groups, made once: equal meshes may have others."""
     if isinstance(mesh, AttentionMesh):
         return mesh
     key, world = (mesh, *map(weakref.ref, mesh.get_all_groups())), this_world()
     if key not in world.device_meshes:
-        made = AttentionMesh.of(mesh)
-        world.device_meshes[key] = made  # of those that `keep` has left
+        world.device_meshes[key] = AttentionMesh.of(mesh)
     return world.device_meshes[key]
 
 
@@ -177,7 +178,7 @@ def group_of(ranks: Sequence[int]) -> RankGroup:
         made = new_group(ranks, "attention", timeout.total_seconds())
         return member_of(made.process_group, made.name, ranks=ranks)
 
-    return this_world().kept((group_of, tuple(ranks)), make, lambda group: not group.is_ended)
+    return this_world().cached((group_of, tuple(ranks)), make, lambda group: not group.is_ended)
 
 
 def meshes_over(

@@ -2,7 +2,7 @@
 
 `move` is one operator of torch, in eager code and in recorded programs alike: one node of a graph,
 and one thing that a checkpointing policy can keep. It finds its route by a number, since a graph
-serves steps with other plans, and the rows that arrive are a size, which may be a symbol.
+serves steps of many plans, and takes the number of rows that arrive, which may be a symbol.
 
 Shapes: T rows (tokens) at home, S rows that arrive.
 """
@@ -29,7 +29,7 @@ from bascule.plan.routes import Route
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Check = Callable[[str, int, str, Sequence[Any], Sequence[bool]], None]
-"""Refuses a move: its name, rows to send, the tensors' names, they, and which want gradients."""
+"""Checks a move by its name, rows to send, and the tensors' names, values and need of gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class _Direction:
     send_splits: list[int]
     recv_splits: list[int]
     recv_index: Tensor | None
-    sum_index: Tensor | None  # (rows that come back,) the row at home of each copy; None: no copies
+    sum_index: Tensor | None  # (rows received,) the row at home of each copy; None: no copies
     num_moved: int  # rows that leave this rank
 
 
@@ -58,8 +58,8 @@ class BoundRoute:
     # whether a row may go to several ranks, or to none: its copies are summed on the way back
     has_copies: bool = False
     check: Check | None = None  # called before a move that is no gradient
-    count: Callable[[int], None] | None = None  # gets the bytes that leave this rank in such a move
-    number: int = 0  # 0 until it is known to the world
+    count: Callable[[int], None] | None = None  # gets the bytes that such a move sends
+    number: int = 0  # of `World.add`; 0 before
 
     @cached_property
     def route(self) -> Route:
@@ -68,14 +68,14 @@ class BoundRoute:
 
     @cached_property
     def there(self) -> _Direction:
-        """The way from home."""
+        """The direction from home."""
         return self._direction(self.names[0], self.route)
 
     @cached_property
     def back(self) -> _Direction:
-        """The way home."""
+        """The direction home."""
         route, sum_index = self.route, None
-        if self.has_copies:  # they come back in the order in which they were sent
+        if self.has_copies:  # copies come back in the order in which they were sent
             route = Route(None, route.send_splits, route.recv_splits, route.recv_index)
             sum_index = self.there.send_index
         return self._direction(f"{self.names[0]} back", route.inverse(), sum_index)
@@ -124,7 +124,7 @@ def move(
     refuse_transforms(name, *xs)
     needs = wants_gradients(xs)
     is_odd = [type(x) is not Tensor or x.is_meta or x.layout != torch.strided for x in xs]
-    # What operators do not take, `check` refuses on all ranks.
+    # `check` refuses on all ranks what operators do not take.
     if route.check is not None and (any(is_odd) or not xs) and not torch.compiler.is_compiling():
         with shared(f"step {route.step}: {name}"):
             route.check(name, route.num_rows[back], names, xs, needs)
@@ -147,7 +147,7 @@ has_side_effect(_operator)  # an unused result must still be exchanged
 def _move(
     xs: list[Tensor], along: int, names: str, needs: list[bool], num_rows: int, wire: str
 ) -> list[Tensor]:
-    """Move rows along the route of a number; back, if it is negative; without names, gradients."""
+    """Move rows along the route of a number, back if negative; without names they are gradients."""
     route, is_back = this_world().find(abs(along)), along < 0
     name = route.names[is_back]
     what = name if names else f"{route.names[not is_back]}, backward"
@@ -159,9 +159,9 @@ def _move(
             row_bytes = sum([x.shape[1:].numel() * x.element_size() for x in xs])
             route.count(direction.num_moved * row_bytes)
         if wire:
-            form = Quantized(cast(Format, wire))
-            rows = _exchanged(route, direction, [form.pack(x) for x in xs])
-            return [form.unpack(row, x.dtype) for row, x in zip(rows, xs, strict=True)]
+            quantized = Quantized(cast(Format, wire))
+            rows = _exchanged(route, direction, list(map(quantized.pack, xs)))
+            return [quantized.unpack(row, x.dtype) for row, x in zip(rows, xs, strict=True)]
         rows = _exchanged(route, direction, xs)
         if direction.sum_index is None:
             return rows
@@ -185,8 +185,8 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     xs, along, _, needs, *_ = inputs
     # A tensor without a gradient here has none there either: positions stay out of the graph.
-    fixed = [x for x, is_needed in zip(output, needs, strict=True) if not is_needed]
-    ctx.mark_non_differentiable(*fixed)
+    constant = [x for x, is_needed in zip(output, needs, strict=True) if not is_needed]
+    ctx.mark_non_differentiable(*constant)
     ctx.needs, ctx.along, ctx.num_rows = needs, along, xs[0].shape[0]
     # Recorded programs have a symbol in place of the number: there the step keeps the route.
     ctx.route = this_world().find(abs(along)) if isinstance(along, int) else None
@@ -202,11 +202,11 @@ torch.library.register_autograd("bascule::move", _gradients, setup_context=_keep
 
 
 def _exchanged(route: BoundRoute, direction: _Direction, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows that arrive, without their copies summed."""
+    """Return the rows that arrive, copies of a row unsummed."""
     rows = [_as_integers(tensor) for tensor in tensors]
-    places, row_bytes = _row_format(rows)
+    offsets, row_bytes = _row_format(rows)
     staging = route.group.calls.staging
-    sent = _pack(rows, places, row_bytes, direction.send_index, staging)
+    sent = _pack(rows, offsets, row_bytes, direction.send_index, staging)
     num_received = sum(direction.recv_splits)
     outs = [x.new_empty(num_received, *x.shape[1:]) for x in tensors]
     arrives_in_place = len(outs) == 1 and direction.recv_index is None
@@ -219,8 +219,8 @@ def _exchanged(route: BoundRoute, direction: _Direction, tensors: Sequence[Tenso
     splits = direction.recv_splits, direction.send_splits
     start_all_to_all(route.group, where, received, sent, *splits)()
     if not arrives_in_place:
-        for out, place in zip(map(_as_integers, outs), places, strict=True):
-            _select(_part(received, out, place), direction.recv_index, out)
+        for out, offset in zip(map(_as_integers, outs), offsets, strict=True):
+            _select(_part(received, out, offset), direction.recv_index, out)
     return outs
 
 
@@ -235,17 +235,17 @@ def _as_integers(tensor: Tensor) -> Tensor:
 def _row_format(rows: Sequence[Tensor]) -> tuple[list[int], int]:
     """Return the byte at which each tensor begins in a row, widest first, and a row's bytes."""
     order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())
-    places, end = [0] * len(rows), 0
+    offsets, end = [0] * len(rows), 0
     for i in order:
-        places[i] = end
+        offsets[i] = end
         end += rows[i].shape[1] * rows[i].element_size()
     alignment = max(row.element_size() for row in rows)
-    return places, -(-end // alignment) * alignment
+    return offsets, -(-end // alignment) * alignment
 
 
 def _pack(
     rows: Sequence[Tensor],
-    places: Sequence[int],
+    offsets: Sequence[int],
     row_bytes: int,
     index: Tensor | None,
     staging: Staging,
@@ -256,16 +256,16 @@ def _pack(
     num_rows = rows[0].shape[0] if index is None else index.shape[0]
     like = rows[0].new_empty(0, dtype=torch.uint8)
     buffer = staging.take("rows sent", (num_rows, row_bytes), like)
-    for row, place in zip(rows, places, strict=True):
-        _select(row, index, _part(buffer, row, place))
+    for row, offset in zip(rows, offsets, strict=True):
+        _select(row, index, _part(buffer, row, offset))
     return buffer
 
 
-def _part(buffer: Tensor, row: Tensor, place: int) -> Tensor:
+def _part(buffer: Tensor, row: Tensor, offset: int) -> Tensor:
     """Return the columns of the byte buffer that hold `row`'s tensor, as its integers."""
     if row.shape[1] == 0:  # rows of no bytes cannot be viewed as wider integers
         return row.new_empty(buffer.shape[0], 0)
-    return buffer.view(row.dtype).narrow(1, place // row.element_size(), row.shape[1])
+    return buffer.view(row.dtype).narrow(1, offset // row.element_size(), row.shape[1])
 
 
 def _select(rows: Tensor, index: Tensor | None, out: Tensor) -> None:

@@ -1,6 +1,7 @@
-"""A row of sequences whose tokens ranks share, for layers in which they share the heads instead.
+"""A row of sequences whose tokens ranks share, for layers whose heads they share instead.
 
-Shapes: B batch, T tokens of this rank, S of all, H heads of all ranks, N of this rank, F values.
+Shapes: B batch, T tokens of this rank, S tokens of all ranks, H heads of all ranks, N heads of this
+rank, F values.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,32 +20,32 @@ from bascule.plan.routes import Route
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRow:
-    """The sequences of a row, and where their tokens are."""
+    """The sequences of a row, and the rank of each token."""
 
-    seq_lens: Sequence[int]  # one after the other
+    seq_lens: Sequence[int]  # tokens of each sequence
     group: RankGroup | None = None  # None: one rank has all tokens, in this order
     counts: Sequence[int] = (0,)  # (ranks,) tokens of each
     order: Ints | None = None  # (S,) place in rank order of each token in sequence order
     step: int = 0  # for errors
-    count: Callable[[int], None] = lambda num_bytes: None  # that left this rank in a forward
+    count: Callable[[int], None] = lambda num_bytes: None  # gets the bytes sent in a forward
     _routes: dict[tuple[int, torch.device], BoundRoute] = field(default_factory=dict, init=False)
 
     def own_heads(self, num_heads: int) -> slice:
-        """Return which heads this rank computes; none, if there are fewer than ranks."""
+        """Return the heads that this rank computes; possibly none if heads are fewer than ranks."""
         rank = 0 if self.group is None else self.group.rank
         return slice(*self._bounds(num_heads)[rank : rank + 2])
 
     def to_heads(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Return some heads of all tokens, (B, S, N, F) each, from (B, T, H, F); one exchange.
 
-        Differentiable. Tokens behind those that this rank has are left out.
+        Differentiable. Padding after this rank's tokens is left out.
         """
         num_tokens, num_heads = sum(self.seq_lens), xs[0].shape[2]
         if self.group is None:
             return [x[:, :num_tokens] for x in xs]
-        own, count = self.own_heads(num_heads), self.counts[self.group.rank]
+        heads, count = self.own_heads(num_heads), self.counts[self.group.rank]
         rows = [x[:, :count].permute(1, 2, 0, 3).flatten(0, 1) for x in xs]
-        sizes = num_tokens, own.stop - own.start
+        sizes = num_tokens, heads.stop - heads.start
         arrived = move(self._route(num_heads, xs[0].device), rows)
         return [x.unflatten(0, sizes).permute(2, 0, 1, 3) for x in arrived]
 
@@ -61,18 +62,18 @@ class SharedRow:
         return [rank * num_heads // num_ranks for rank in range(num_ranks + 1)]
 
     def _route(self, num_heads: int, device: torch.device) -> BoundRoute:
-        """Return the exchange of (T x H) rows for (S x N); made at first use."""
+        """Return the route from (T x H) to (S x N) rows, made at first use."""
         if (num_heads, device) not in self._routes:
             assert self.group is not None and self.order is not None
-            bounds, own = self._bounds(num_heads), self.own_heads(num_heads)
-            num, places = own.stop - own.start, num_heads * np.arange(self.counts[self.group.rank])
-            heads = [np.arange(start, stop) for start, stop in pairwise(bounds)]
-            sent = np.concatenate([np.add.outer(places, share).ravel() for share in heads])
+            bounds, heads = self._bounds(num_heads), self.own_heads(num_heads)
+            num = heads.stop - heads.start
+            rows = num_heads * np.arange(self.counts[self.group.rank])
+            shares = [np.arange(start, stop) for start, stop in pairwise(bounds)]
+            sent = np.concatenate([np.add.outer(rows, share).ravel() for share in shares])
             received = np.add.outer(self.order * num, np.arange(num)).ravel()
-            splits = len(places) * np.diff(bounds), num * np.array(self.counts)
-            route = Route(sent, *splits, received)
-            sizes, names = (len(sent), len(received)), ("heads", "heads back")
-            where = self.group, device, sizes, self.step, names
-            bound = BoundRoute(route, *where, count=self.count)
-            self._routes[num_heads, device] = bound
+            splits = len(rows) * np.diff(bounds), num * np.array(self.counts)
+            where = self.group, device, (len(sent), len(received)), self.step
+            self._routes[num_heads, device] = BoundRoute(
+                Route(sent, *splits, received), *where, ("heads", "heads back"), count=self.count
+            )
         return self._routes[num_heads, device]

@@ -1,7 +1,7 @@
 """Short texts by which ranks compare values: weights, tensors, pictures, any arguments.
 
-A digest sums the bits of a tensor, each word times a number for its place, in integers that wrap
-around. It is exact in any order, and unlike devices give the same one.
+A digest sums the bits of a tensor, each word times a factor for its index, in integers that wrap
+around. It is exact in any order, and the same on all devices.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def values_digest(module: nn.Module) -> str:
 def in_memory(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, but none that diffusers' offloading keeps on a disk.
 
-    The module has memory that nobody wrote in their place.
+    In place of these the module has memory that nobody wrote.
     """
     hooks = (getattr(part, "_diffusers_hook", None) for part in module.modules())
     groups = (getattr(hook, "hooks", {}).get("group_offloading") for hook in hooks)
@@ -45,7 +45,7 @@ def contents_of(tensors: Sequence[Tensor]) -> str:
     The digest leaves out FSDP's shards, which differ between ranks, and meta tensors.
     """
     shapes = [tuple(x.shape) for x in tensors]
-    # Results of quantised weights, as a sum, are again of their own class.
+    # A sum of quantised weights would be quantised, too.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         parts = [part for x in tensors for part in _plain(x)]
         most = min(_PART, 8 + max((x.nbytes for x in parts), default=0) // 8)
@@ -89,8 +89,8 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
     if hasattr(value, "__array_interface__"):  # arrays of numpy; pictures of PIL, by colours
         array, palette = np.asarray(value), getattr(value, "getpalette", lambda: None)()
         data = array.tolist() if array.dtype.hasobject else array.tobytes()
-        form = f"{getattr(value, 'mode', 'array')} {array.dtype} {array.shape}"
-        return f"{form} with values {described((data, palette and bytes(palette)), around)}"
+        kind = f"{getattr(value, 'mode', 'array')} {array.dtype} {array.shape}"
+        return f"{kind} with values {described((data, palette and bytes(palette)), around)}"
     try:
         parts = value.__reduce_ex__(4)
     except Exception:  # whatever it raises, no more can be read
@@ -103,13 +103,13 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
 
 
 def _places(number: int, device: torch.device) -> Tensor:
-    """Return a factor for each place, unlike any pattern of values."""
+    """Return a factor for each index, unlike any pattern of values."""
     places = torch.arange(1, number + 1, device=device) * _ODD
     return (places ^ (places >> 29)) * _ODD | 1
 
 
 def _sum(x: Tensor, places: Tensor) -> Tensor:
-    """Sum the bits of a tensor by place, eight bytes at once, without a wait for its device."""
+    """Sum a tensor's words of eight bytes times their factors, without waiting for its device."""
     data = x.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
     end = data.numel() // 8 * 8
@@ -123,9 +123,9 @@ def _plain(x: Tensor) -> list[Tensor]:
     """Return the plain tensors within a tensor, such as quantised weights' codes and scales."""
     if isinstance(x, DTensor) or x.is_meta:
         return []
-    # Attributes count of a class of its own, as of GGUF; others hang their own on parameters.
-    own = () if type(x) in (Tensor, nn.Parameter, nn.Buffer) else vars(x)
-    names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else own
+    # Attributes count for a class such as GGUF's; on plain parameters they are users'.
+    attributes = () if type(x) in (Tensor, nn.Parameter, nn.Buffer) else vars(x)
+    names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else attributes
     within = [getattr(x, name) for name in names]
     parts = [part for inner in within if isinstance(inner, Tensor) for part in _plain(inner)]
     kind, plain = cast(Any, type(x)), cast(Any, Tensor)

@@ -54,10 +54,10 @@ class LoaderMetrics:
     sent_bytes: int = 0
     received_bytes: int = 0
     exchange_s: float = 0.0  # in which the thread agreed, planned and exchanged
-    exposed_s: float = 0.0  # of these, in which the training thread waited
-    hidden_s: float = 0.0  # the others
+    exposed_s: float = 0.0  # of `exchange_s`, while the training thread waited
+    hidden_s: float = 0.0  # the rest of `exchange_s`
     predicted_before: float = 0.0  # sum of steps as loaded, in the unit of the cost model
-    predicted_after: float = 0.0  # the same as delivered
+    predicted_after: float = 0.0  # sum of steps as delivered
 
     def count(self, step: ReadyStep, waited: tuple[float, float]) -> None:
         """Add a step, and begin and end of the wait for it."""
@@ -84,12 +84,12 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Progress:
-    """The part of an epoch that was delivered, up to the next step; alike on all ranks."""
+    """The part of an epoch that was delivered so far; the same on all ranks."""
 
     epoch: int = 0
     step: int = 0
     history: tuple[tuple[int, ...], ...] = ()  # items of each source rank, in each earlier run
-    counts: tuple[int, ...] = ()  # those in this run
+    counts: tuple[int, ...] = ()  # items of each source rank, in this run
     saved: tuple[Saved, ...] = ()  # of each source rank; empty if no loader has a state
 
     def after(self, step: int, counts: Sequence[int], saved: Sequence[Saved]) -> "Progress":
@@ -215,7 +215,7 @@ class _Setup(NamedTuple):
     terms: Terms
     source: Source
     settings: Mapping[str, str]  # alike on all ranks
-    words: Ints  # 1 if it only computes; microbatches of an epoch, or -1; the deal of its sampler
+    words: Ints  # 1 if the rank only computes; microbatches of an epoch, or -1; `Source.deal`
 
 
 def _set_up(
@@ -328,8 +328,7 @@ class _Sources(NamedTuple):
                 raise ConfigError(
                     f"the ResumableSampler of data-parallel rank {place} has rank={share} and "
                     f"num_ranks={num_shares}, so samples would be lost or repeated: give it "
-                    f"rank={index} and num_ranks={places.size}, of the ranks whose loader is not "
-                    "None"
+                    f"rank={index} and num_ranks={places.size}, of ranks with a loader"
                 )
             if tuple(other) != deal:
                 raise ConfigError(
@@ -430,7 +429,7 @@ class BalancedLoader:
         self._metrics = LoaderMetrics()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the epoch's microbatches; after its end, those of the next epoch.
+        """Yield the rest of the epoch's microbatches; after its end, the next epoch's.
 
         All ranks raise a CommError if one failed or left, a PlanError if limits cannot be kept.
         """
@@ -559,7 +558,7 @@ class BalancedLoader:
         return self._redistributor.terms[-1].cost
 
     def metrics(self) -> dict[str, Any]:
-        """Return the counts of this loader so far on this rank, those of `LoaderMetrics`."""
+        """Return the `LoaderMetrics` of this loader so far on this rank, as a dict."""
         return dataclasses.asdict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The thread that makes steps of a balanced loader ahead, its process group, and its end.
 
-Two threads in one group of gloo get each other's bytes, and torch never frees a group alone. So
-iterations borrow from a pool a group that is free on all ranks, by a gather.
+Two threads in one group of gloo get each other's bytes, and torch never frees a single group. So
+each iteration borrows from a pool a group that is free on all ranks, found by a gather.
 
 A rank that leaves sends a flag in its next gather, and a note to the store. Threads of other ranks
 that are far ahead read the note once a second, and go on up to the microbatch in it.
@@ -42,7 +42,7 @@ Position = tuple[int, int]
 
 
 class Departure(NamedTuple):
-    """A rank of the group that left, after the last microbatch it was handed; "" without error."""
+    """A rank that left, the last microbatch that it got, and its error; "" for none."""
 
     rank: int
     after: Position
@@ -57,7 +57,7 @@ class Departure(NamedTuple):
 
 
 class Lease:
-    """Group of a pool, and whether an iteration of this rank uses it."""
+    """A group of a pool, and whether an iteration of this rank uses it."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group, self.is_lent = group, False
@@ -120,7 +120,7 @@ class Pool:
 
 def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     """Return the pool of these global ranks; make one if there is none, or it has failed."""
-    pool = this_world().kept(
+    pool = this_world().cached(
         (Pool, tuple(members)),
         lambda: Pool(members, timeout_s),
         lambda pool: not pool.control.is_ended,
@@ -183,7 +183,7 @@ class Prefetcher:
             self._handed = position
 
     def _check_open(self) -> None:
-        """Raise an error that must not wait until the ready steps are used."""
+        """Raise an error that must not wait until the steps that are ready are used."""
         if self._is_closing:
             raise ConfigError(
                 "this iteration was ended by close(), or by another iteration of the same loader: "
@@ -201,7 +201,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait for this thread, which ends with those of other ranks; return True if it ended."""
+        """Wait for the thread, which ends when other ranks' threads do; return True if it ended."""
         if self._thread is threading.current_thread():  # which collects an iteration as garbage
             return False
         with self._changed:
@@ -249,13 +249,13 @@ class Prefetcher:
     def _make_all(self) -> None:
         rules, saves = self._redistributor.rules, self._redistributor.saves
         for step in itertools.count(self._first):
-            is_left, own = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
+            is_left, loaded = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
             if not is_left:
-                own = load(self._reading, rules, loads=self._loads, saves=saves(step))
-            made = self._redistributor.step(step, own, self._reserve)
+                loaded = load(self._reading, rules, loads=self._loads, saves=saves(step))
+            made = self._redistributor.step(step, loaded, self._reserve)
             if made is None:
-                if rules.ends == "drop_last" and own.offer is not None:
-                    self.num_dropped = own.offer.lens.size + self._reading.num_unread
+                if rules.ends == "drop_last" and loaded.offer is not None:
+                    self.num_dropped = loaded.offer.lens.size + self._reading.num_unread
                 return
             with self._changed:
                 self._ready.append(made)

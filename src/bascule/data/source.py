@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 Sample = Any
 
 Saved = tuple[int, Ints]
-"""A loader's state as words, after the number of samples before it; no words without one."""
+"""Number of samples before a loader's state, and the state as integers; empty without a state."""
 
-_MOST = 2**40  # sums of many stay below 2^63
+_MOST = 2**40  # of a length or weight: sums of many stay below 2^63
 
 
 def whole_number(value: Any, what: str) -> int:
@@ -78,7 +78,7 @@ class Microbatches:
 
 
 def words_of(state: Any) -> Ints:
-    """Return the state of a loader as words that travel; no words for None."""
+    """Return the state of a loader as integers to exchange; none for None."""
     if state is None:
         return np.zeros(0, np.int64)
     local = parcel(state)
@@ -97,7 +97,7 @@ def state_of(words: Ints) -> Any:
 class Uncollated:
     """An uncollated batch, for use as a `collate_fn`.
 
-    Its length, and that of each of its fields, is the number of samples: some loaders count them.
+    It and each of its fields have the length of the samples: some loaders count them.
     """
 
     __iter__ = None
@@ -123,7 +123,7 @@ class Source:
     ) -> None:
         self.is_empty = loader is None
         self.collate_fn: Callable[[list[Sample]], Any] = default_collate
-        form = "packs" if has_packs else "lists" if grouping is None else "samples"
+        self._gives = "packs" if has_packs else "lists" if grouping is None else "samples"
         if isinstance(loader, DataLoader):
             loader = copy.copy(loader)
             loader.pin_memory = False  # tensors are pinned after the exchange
@@ -131,11 +131,11 @@ class Source:
             loader._iterator = None  # pyright: ignore[reportPrivateUsage]
             if loader.batch_size is not None or loader.batch_sampler is not None:
                 self.collate_fn, loader.collate_fn = loader.collate_fn, Uncollated
-                form = "lists"
+                self._gives = "lists"
             elif loader.collate_fn is default_convert:  # which makes lists of tuples
                 loader.collate_fn = _converted
         self._loader: Iterable[Any] = () if loader is None else loader
-        self._grouping, self._form = grouping, form
+        self._grouping = grouping
         of_batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         self._sampler = of_batches or getattr(loader, "sampler", None)
         self._last: Reading | None = None
@@ -199,10 +199,10 @@ class Source:
         if isinstance(item, Uncollated):
             return item.samples
         is_list = isinstance(item, list)
-        if not is_list and self._form != "lists":
+        if not is_list and self._gives != "lists":
             return [item]
         bare = [entry for entry in item if isinstance(entry, _BARE)] if is_list else [item]
-        if not bare or self._form == "packs":
+        if not bare or self._gives == "packs":
             return item
         raise ConfigError(
             f"the loader gives a {'list with a ' * is_list}{type(bare[0]).__name__}, which may be "

@@ -1,7 +1,7 @@
 """One step of a balanced loader: load samples, agree, decide who gets which, move, collate.
 
 Legend: M microbatches of a step, D data-parallel ranks, n samples of a step. A sample's id is its
-place in the order of microbatches, then of ranks that loaded, then of their loaders.
+index in the order of microbatches, then of ranks that loaded, then of their loaders.
 """
 
 import itertools
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 Ends = Literal["drop_last", "pad_empty", "finish"]
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
-_STATE_WORDS = 2**17  # of all ranks' loader states, that may travel in a step in the mean
-_SHORT, _CLOSING, _SOME = 1, 2, 4  # flags of a rank
+_STATE_WORDS = 2**17  # most of all ranks' loader states a step, on average
+_SHORT, _CLOSING, _SOME = 1, 2, 4  # flags of a rank: its loader ran out, it leaves, it loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class Batch:
 
 
 def num_input_ids(sample: Sample) -> int:
-    """Return the default length."""
+    """Return the number of a sample's "input_ids", the default length."""
     try:
         ids = sample["input_ids"]
         length, first = len(ids), next(iter(ids), None)
@@ -109,16 +109,15 @@ def num_input_ids(sample: Sample) -> int:
         ) from error
     if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
         raise ConfigError(
-            f'"input_ids" of {length} rows, and a sample has one row of tokens: give input_ids[0], '
-            "if it is a batch of one; take a collated batch apart by LoaderOptions(unpack=..); or "
-            "give BalancedLoader a length_fn"
+            f'"input_ids" of {length} rows, not one row of tokens: give input_ids[0] of a batch of '
+            "one, LoaderOptions(unpack=..) for collated batches, or BalancedLoader a length_fn"
         )
     return length
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings of steps besides their terms, alike on all ranks but `collate`."""
+    """Settings of steps besides their terms; all but `collate` are the same on all ranks."""
 
     accumulate: int
     sync: Sync
@@ -133,14 +132,14 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """The samples that one rank loaded for a step, by microbatch; or why there are none."""
+    """The samples that one rank loaded for a step, by microbatch; or the error that it met."""
 
     flags: int = 0
     samples: Sequence[Sequence[Sample]] = ()
     offer: Offer | None = None
     parcels: Sequence[Parcel] = ()
     num_items: Sequence[int] = ()  # that the loader gave, before `unpack`, by microbatch
-    num_missing: int = 0  # how many of these items are None
+    num_missing: int = 0  # items that are None
     saved: Saved = (0, words_of(None))  # before the step
     error: Exception | None = None
 
@@ -200,7 +199,7 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
 
 
 def named(error: BaseException, place: str) -> Exception:
-    """Return the error with its place; one line, since it travels to all ranks."""
+    """Return the error with its place, in one line since it travels to all ranks."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} .. {lines[-1]}"
     if isinstance(error, ConfigError | PlanError):
@@ -219,7 +218,7 @@ class DataRanks:
 
     group: RankGroup
     place: Ints  # (group size,) data-parallel index of each, peers included
-    along: RankGroup  # ranks that this one shares samples with, in the order of these indices
+    along: RankGroup  # ranks that this one shares samples with, by data-parallel index
 
     @cached_property
     def index(self) -> int:
@@ -252,12 +251,12 @@ class Loaded:
         """Join the words of all ranks of the group."""
         size, leaders = _HEAD + accumulate, ranks.leaders
         heads = np.stack([words[:size] for words in gathered], axis=1)
-        own = [gathered[leader] for leader in leaders.tolist()]
+        words = [gathered[leader] for leader in leaders.tolist()]
         numbers = heads[0, leaders], int(heads[1].min()), heads[_HEAD:, leaders]
-        return cls(*numbers, [*map(_saved_in, own)], Offer.from_words([x[size:] for x in own]))
+        return cls(*numbers, [*map(_saved_in, words)], Offer.from_words([x[size:] for x in words]))
 
     def is_last(self, ends: Ends) -> bool:
-        """Return True if there is no step any more."""
+        """Return True if no step is left."""
         is_short = ends == "drop_last" and bool((self.flags & _SHORT).any())
         return is_short or not (self.flags & _SOME).any()
 
@@ -274,7 +273,7 @@ class Deliveries:
     source: Ints
     dest: Ints
     num_bytes: Ints
-    is_padding: Bools  # it repeats a sample for a rank that has none
+    is_padding: Bools  # a copy of a sample, for a rank that has none
     sent: Ints  # bytes of each rank
     received: Ints
 
@@ -304,11 +303,11 @@ class Deliveries:
 
     @property
     def moves(self) -> Bools:
-        """True (k,) for those that travel between ranks."""
+        """True (k,) for samples that travel between ranks."""
         return self.source != self.dest
 
     def check_received(self, most: int | None) -> None:
-        """Refuse them if a rank would receive more bytes than it may; None: any number."""
+        """Refuse deliveries in which a rank receives more than `most` bytes; None: any number."""
         worst = int(self.received.argmax())
         num_bytes = int(self.received[worst])
         if most is not None and num_bytes > most:
@@ -369,7 +368,7 @@ class ReadyStep:
 
     batches: list[Batch]
     num_items: Ints  # (M, D) of the loaders
-    num_missing: int  # how many of these are None on this rank
+    num_missing: int  # items of this rank that are None
     saved: list[Saved]  # (D,) of the loaders before the step; none in most, if they are long
     sent_bytes: int
     received_bytes: int
@@ -377,7 +376,7 @@ class ReadyStep:
 
     @property
     def is_void(self) -> bool:
-        """True if the loaders gave items, and all of these were None."""
+        """True if the loaders gave items, all of them None."""
         lens = [batch.plan.seq_lens.size for batch in self.batches]
         return bool(self.num_items.any()) and not any(lens)
 
@@ -414,13 +413,13 @@ class Redistributor:
         """Return True if the states of loaders travel with this step."""
         return step >= self._next_saved
 
-    def step(self, step: int, own: Load, reserve: Callable[[int], None]) -> ReadyStep | None:
+    def step(self, step: int, load: Load, reserve: Callable[[int], None]) -> ReadyStep | None:
         """Make this rank's part of a step; None at the end. Three collectives.
 
         `reserve` gets the bytes that will arrive, and may wait for room. All ranks raise alike.
         """
         start = time.perf_counter()
-        loaded = self._gather(step, own)
+        loaded = self._gather(step, load)
         if loaded.is_last(self.rules.ends):
             self._warn_of_nothing(step, loaded)
             return None
@@ -439,7 +438,7 @@ class Redistributor:
         deliveries = decision.deliveries
         sent, received = int(deliveries.sent[rank]), int(deliveries.received[rank])
         reserve(received)
-        samples = self._move(step, offer, own, deliveries)
+        samples = self._move(step, offer, load, deliveries)
         exchange = start, time.perf_counter()
         batches, failed = list[Batch](), None
         try:
@@ -462,11 +461,11 @@ class Redistributor:
             failed = named(error, "collate_fn")
         agree(self.ranks.group, {}, failed, what=making, step=step)
         saved = loaded.saved if any(state.size for _, state in loaded.saved) else []
-        numbers = loaded.num_items, own.num_missing
+        numbers = loaded.num_items, load.num_missing
         return ReadyStep(batches, *numbers, saved, sent, received, exchange)
 
     def decide(self, offer: Offer) -> Decision:
-        """Plan all microbatches, where that is worth it. The same on all ranks."""
+        """Plan all microbatches if that is worth it; the decision is the same on all ranks."""
         terms, rules = self.terms[self._version], self.rules
         overhead, limits = float(getattr(terms.cost, "overhead", 0.0)), terms.token_limits
         priced = terms.priced_step(offer.microbatches)
@@ -478,7 +477,7 @@ class Redistributor:
         is_legal = limits is None or limits.keeps(
             tokens=offer.sums(offer.owner, offer.lens), items=offer.counts
         )
-        if is_legal:  # else they move, whatever it takes
+        if is_legal:  # else samples move, whatever it costs
             reason = weigh(before, least, min_gain=rules.min_gain)
             if reason != "balanced":  # no plan gains more
                 return self._decision(offer, loaded, Verdict(False, reason, before, least))
@@ -519,23 +518,23 @@ class Redistributor:
         most = max(deliveries.sent.max(), deliveries.received.max())
         return max(float(most) * self.seconds_per_byte / seconds - decision.verdict.after, 0.0)
 
-    def _gather(self, step: int, own: Load) -> Loaded:
+    def _gather(self, step: int, load: Load) -> Loaded:
         """Return the samples of all ranks."""
-        words = own.words(len(self.terms) - 1)
+        words = load.words(len(self.terms) - 1)
         try:
             gathered = agree(
                 self.ranks.group,
                 self.terms[self._version].settings,
-                own.error,
+                load.error,
                 what=f"epoch {self._epoch}, loading",
                 step=step,
                 values=words,
                 capacity=self._capacity,
             )
         except CommError as error:
-            if own.error is None:
+            if load.error is None:
                 raise
-            raise error from own.error
+            raise error from load.error
         num_words = [int(words[_HEAD - 1]) for words in gathered]  # of states
         sizes = [words.size - num for words, num in zip(gathered, num_words, strict=True)]
         self._capacity = max(self._capacity, *sizes)
@@ -551,7 +550,7 @@ class Redistributor:
         return Loaded.of(gathered, self.ranks, self.rules.accumulate)
 
     def _warn_of_nothing(self, step: int, loaded: Loaded) -> None:
-        """Say once why an epoch has no step although there are samples."""
+        """Warn once if an epoch has no step."""
         if step or self._has_warned or self.ranks.group.rank:
             return
         self._has_warned = True
@@ -566,17 +565,19 @@ class Redistributor:
         )
 
     def _move(
-        self, step: int, offer: Offer, own: Load, deliveries: Deliveries
+        self, step: int, offer: Offer, load: Load, deliveries: Deliveries
     ) -> dict[int, Sample]:
         """Return the samples of this rank, by row of the deliveries."""
         source, dest, group = deliveries.source, deliveries.dest, self.ranks.group
-        here, moves = list(itertools.chain.from_iterable(own.samples)), deliveries.moves
+        here, moves = list(itertools.chain.from_iterable(load.samples)), deliveries.moves
         ids = np.flatnonzero(offer.owner == self.ranks.index)  # of the samples that are here
         places = np.searchsorted(ids, deliveries.ids)
         stay = np.flatnonzero((source == group.rank) & ~moves).tolist()
         samples = {row: here[places[row]] for row in stay}
         if moves.any():
-            sent = [own.parcels[place] for place in places[moves & (source == group.rank)].tolist()]
+            sent = [
+                load.parcels[place] for place in places[moves & (source == group.rank)].tolist()
+            ]
             came = np.flatnonzero(moves & (dest == group.rank)).tolist()
             move = ItemMove(source[moves], dest[moves], group, HOST, step, "samples")
             arrived = move_items(move, sent, deliveries.num_bytes[moves])

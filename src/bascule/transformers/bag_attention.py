@@ -131,7 +131,7 @@ class OverMesh(NamedTuple):
             order = np.argsort(np.concatenate([np.arange(*run) for run in runs]))
             return SharedRow(lens, mesh.whole, [layout.num_tokens(*rank) for rank in ranks], order)
 
-        return mesh.kept.get(("row", layout, lens), make)
+        return mesh.cache.get(("row", layout, lens), make)
 
 
 class Alone:

@@ -37,8 +37,8 @@ _aten: Any = torch.ops.aten
 class AtenFlashKernel:
     """Torch's flash attention for CUDA devices: half precision, no bias."""
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        return _no_flash(form, capability=8, takes_packed=True)
+    def unfit(self, query: KernelQuery) -> str | None:
+        return _no_flash(query, capability=8, takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         if mask.packed is not None:
@@ -76,9 +76,9 @@ class AtenFlashKernel:
 class AtenEfficientKernel:
     """Torch's memory-efficient attention: half and single precision, with bias."""
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        refused = misfit(form, device="cuda", dtypes=(*_HALVES, torch.float32))
-        return refused or _no_head_dim(form, 4 if form.dtype == torch.float32 else 8)
+    def unfit(self, query: KernelQuery) -> str | None:
+        refused = misfit(query, device="cuda", dtypes=(*_HALVES, torch.float32))
+        return refused or _no_head_dim(query, 4 if query.dtype == torch.float32 else 8)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         k, v, bias = repeated_heads(k, q), repeated_heads(v, q), _aligned(mask.bias, q, k)
@@ -106,8 +106,8 @@ class FlashAttn2Kernel:
     Source: `_wrapped_flash_attn_forward` and `_backward` of flash_attn/flash_attn_interface.py.
     """
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        return no_module("flash_attn") or _no_flash(form, capability=8, takes_packed=True)
+    def unfit(self, query: KernelQuery) -> str | None:
+        return no_module("flash_attn") or _no_flash(query, capability=8, takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         package = import_module("flash_attn.flash_attn_interface")
@@ -147,8 +147,8 @@ class FlashAttn3Kernel:
     Source: `_flash_attn_forward` and `_backward` of hopper/flash_attn_interface.py of flash-attn.
     """
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        return no_module("flash_attn_interface") or _no_flash(form, capability=9)
+    def unfit(self, query: KernelQuery) -> str | None:
+        return no_module("flash_attn_interface") or _no_flash(query, capability=9)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         package = import_module("flash_attn_interface")
@@ -169,23 +169,23 @@ class FlashAttn3Kernel:
 
 
 def _no_flash(
-    form: KernelQuery, capability: int, largest: int = 256, *, takes_packed: bool = False
+    query: KernelQuery, capability: int, largest: int = 256, *, takes_packed: bool = False
 ) -> str | None:
-    """Return why a kernel of the flash-attention family cannot compute that."""
+    """Return why a kernel of the flash-attention family cannot compute a call."""
     bounds = {"device": "cuda", "dtypes": _HALVES, "takes_bias": False}
-    refused = misfit(form, takes_packed=takes_packed, **bounds)
+    refused = misfit(query, takes_packed=takes_packed, **bounds)
     if refused is not None:
         return refused
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < capability:
         return f"needs a device of compute capability {capability}.0"
-    return _no_head_dim(form, 8, largest)
+    return _no_head_dim(query, 8, largest)
 
 
-def _no_head_dim(form: KernelQuery, alignment: int, largest: int | None = None) -> str | None:
-    if form.head_dim is None or form.head_dim % alignment:
-        return f"takes head widths that are multiples of {alignment}, not {form.head_dim}"
-    if largest is not None and form.head_dim > largest:
-        return f"takes head widths up to {largest}, not {form.head_dim}"
+def _no_head_dim(query: KernelQuery, alignment: int, largest: int | None = None) -> str | None:
+    if query.head_dim is None or query.head_dim % alignment:
+        return f"takes head widths that are multiples of {alignment}, not {query.head_dim}"
+    if largest is not None and query.head_dim > largest:
+        return f"takes head widths up to {largest}, not {query.head_dim}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The protocol of attention kernels, the forms of calls, merging. Shapes: as in `registry`."""
+"""The protocol of attention kernels, and what they share. Shapes: as in `registry`."""
 
 import importlib.util
 import math
@@ -19,7 +19,7 @@ OutLse = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KernelQuery:
-    """A form of calls, for which a kernel is sought."""
+    """What a call of attention needs of a kernel."""
 
     device_type: str  # where the tensors are
     dtype: torch.dtype | None = None  # of q, k and v; None where the caller does not say
@@ -37,17 +37,17 @@ class Attended(NamedTuple):
     q: Tensor  # (B, H, Sq, D) queries
     k: Tensor  # (B, K, Sk, D) keys
     v: Tensor  # (B, K, Sk, D) values
-    out: Tensor  # (B, H, Sq, D) the output over all keys, of other blocks, too
-    lse: Tensor  # (B, H, Sq) that over all keys
+    out: Tensor  # (B, H, Sq, D) the output over all keys, also those of other blocks
+    lse: Tensor  # (B, H, Sq) the LSE over all keys
     mask: AttentionMask  # what these queries see of these keys
     scale: float  # factor of the scores
 
 
 class AttentionKernel(Protocol):
-    """Exact attention of one block and its gradients. Nothing of it is recorded by autograd."""
+    """Exact attention of one block and its gradients, neither of them recorded by autograd."""
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        """Return why it cannot compute that, as the end of a sentence; None if it can."""
+    def unfit(self, query: KernelQuery) -> str | None:
+        """Return why the kernel cannot compute such a call, to end a sentence; None if it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
@@ -60,7 +60,7 @@ class AttentionKernel(Protocol):
 
 
 def misfit(
-    form: KernelQuery,
+    query: KernelQuery,
     *,
     device: str | None = None,
     dtypes: Sequence[torch.dtype] = (),
@@ -69,22 +69,22 @@ def misfit(
     takes_cap: bool = False,
     needs_blocks: bool = False,
 ) -> str | None:
-    """Return why a kernel for one device and some dtypes (none: all) cannot compute a form."""
-    if form.cap and not takes_cap:
+    """Return why a kernel for one device and some dtypes (none: all) cannot compute a query."""
+    if query.cap and not takes_cap:
         return "has no soft cap of scores"
-    if device is not None and form.device_type != device:
+    if device is not None and query.device_type != device:
         devices = {"cpu": "CPUs", "cuda": "CUDA devices"}[device]
-        return f"runs on {devices}, not on {form.device_type}"
-    if dtypes and form.dtype not in dtypes:
+        return f"runs on {devices}, not on {query.device_type}"
+    if dtypes and query.dtype not in dtypes:
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        return f"takes {', '.join(names[:-1])} or {names[-1]}, not {form.dtype}"
-    if form.has_bias and not takes_bias:
+        return f"takes {', '.join(names[:-1])} or {names[-1]}, not {query.dtype}"
+    if query.has_bias and not takes_bias:
         return "takes no mask"
     if needs_blocks:
-        return "computes the scores of given blocks, not all" if form.block is None else None
-    if form.block is not None:
+        return "computes the scores of given blocks, not all" if query.block is None else None
+    if query.block is not None:
         return "computes all scores, not only those of some blocks"
-    return "takes no packed sequences" if form.is_packed and not takes_packed else None
+    return "takes no packed sequences" if query.is_packed and not takes_packed else None
 
 
 def forward_each(
@@ -142,7 +142,7 @@ def no_module(name: str) -> str | None:
 
 
 def blocks_of(mask: AttentionMask) -> BlockRows:
-    """Return the blocks that are seen; masks of block-sparse kernels have some."""
+    """Return the blocks of a mask of a block-sparse kernel."""
     assert mask.blocks is not None
     return mask.blocks
 
@@ -158,16 +158,16 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention to the keys of both from attention to each; an LSE of -inf is no key.
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the results over two sets of keys into the result over both; LSE is -inf without keys.
 
-    Source: FastUSP, the online softmax of ring attention, in the form that adds no large numbers.
+    Source: FastUSP, the online softmax of ring attention, written so that it adds no large numbers.
     """
-    apart = more_lse - lse  # nan if neither has a key
+    apart = part_lse - lse  # nan if neither has a key
     left = torch.sigmoid(-apart).nan_to_num_(nan=0.0)[..., None]
     added = torch.sigmoid(apart).nan_to_num_(nan=0.0)[..., None]
-    # A sum of products, as one process forms it: a difference would make nan of an inf in a value.
-    return (out * left).addcmul_(more.to(out.dtype), added), torch.logaddexp(lse, more_lse)
+    # A sum of products, as in one process: a difference would make nan of an inf in a value.
+    return (out * left).addcmul_(part.to(out.dtype), added), torch.logaddexp(lse, part_lse)
 
 
 def with_adjacent_values(x: Tensor) -> Tensor:

@@ -44,10 +44,10 @@ from bascule.attention.kernels.protocol import (
 )
 from bascule.attention.kernels.protocol import AttentionKernel as AttentionKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask, BlockRows
-from bascule.comm.groups import Kept
+from bascule.comm.groups import Cache
 from bascule.errors import ConfigError
 
-_NUM_CALLS = 64  # most forms of calls that are kept for a function
+_NUM_CALLS = 64  # most calls that a `FunctionKernel` remembers
 
 _aten: Any = torch.ops.aten
 
@@ -55,8 +55,8 @@ _aten: Any = torch.ops.aten
 class CpuLoopKernel:
     """Torch's flash attention for CPUs, any floating dtype, in a loop over query blocks."""
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        return misfit(form, device="cpu", needs_blocks=True)
+    def unfit(self, query: KernelQuery) -> str | None:
+        return misfit(query, device="cpu", needs_blocks=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         rows = blocks_of(mask)
@@ -104,14 +104,14 @@ class _Blocks:
         run = self._run(columns)
         return torch.cat(self._pick(columns), dim=2) if run is None else self._tokens[:, :, run]
 
-    def add(self, columns: Ints, more: Tensor) -> None:
-        """Add to the tokens of these blocks what `take` would give the place of."""
+    def add(self, columns: Ints, added: Tensor) -> None:
+        """Add to the tokens of blocks, which lie as `take` returns them."""
         run = self._run(columns)
         if run is not None:
-            self._tokens[:, :, run] += more
+            self._tokens[:, :, run] += added
             return
         parts = self._pick(columns)
-        _aten._foreach_add_.List(parts, more.split([part.shape[2] for part in parts], dim=2))
+        _aten._foreach_add_.List(parts, added.split([part.shape[2] for part in parts], dim=2))
 
     def _pick(self, columns: Ints) -> list[Tensor]:
         return [self._parts[column] for column in columns.tolist()]
@@ -127,11 +127,11 @@ class _Blocks:
 class TritonKernel:
     """Triton kernels of `triton_sparse`: half and single precision, blocks of any length."""
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        if form.head_dim not in (16, 32, 64, 128):
-            return f"takes head widths 16, 32, 64 and 128, not {form.head_dim}"
+    def unfit(self, query: KernelQuery) -> str | None:
+        if query.head_dim not in (16, 32, 64, 128):
+            return f"takes head widths 16, 32, 64 and 128, not {query.head_dim}"
         dtypes = torch.bfloat16, torch.float16, torch.float32
-        refused = misfit(form, device="cuda", dtypes=dtypes, needs_blocks=True)
+        refused = misfit(query, device="cuda", dtypes=dtypes, needs_blocks=True)
         return refused or no_module("triton")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
@@ -152,8 +152,8 @@ class PlainKernel:
 
     cap: float = 0.0
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        return misfit(form, takes_packed=True, takes_cap=True)
+    def unfit(self, query: KernelQuery) -> str | None:
+        return misfit(query, takes_packed=True, takes_cap=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         if mask.packed is not None:
@@ -182,8 +182,8 @@ class PlainKernel:
 class CpuFlashKernel:
     """Torch's flash attention for CPUs: any floating dtype, with bias."""
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        return misfit(form, device="cpu", takes_packed=True)
+    def unfit(self, query: KernelQuery) -> str | None:
+        return misfit(query, device="cpu", takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
@@ -235,7 +235,7 @@ def gradients_by_recomputation(
     """Compute a block again and return its gradients, by autograd through its output and LSE.
 
     With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by
-    w (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
+    w (out_i - out) with its LSE: the derivatives of the sum that `merge` computes.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     # Autograd is off below an operator, even where gradients are enabled.
@@ -281,8 +281,8 @@ class FunctionKernel:
     takes_mask: bool = False
     key: str = field(default_factory=lambda: str(next(_numbers)), init=False)
     # Calls of meshes that use this kernel: they live no longer than the kernel.
-    calls: Kept[Hashable, Any] = field(
-        default_factory=lambda: Kept(_NUM_CALLS), init=False, compare=False, repr=False
+    calls: Cache[Hashable, Any] = field(
+        default_factory=lambda: Cache(_NUM_CALLS), init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -296,8 +296,8 @@ class FunctionKernel:
     def __deepcopy__(self, memo: object) -> "FunctionKernel":
         return self  # frozen, and its calls hold groups
 
-    def unfit(self, form: KernelQuery) -> str | None:
-        refused = misfit(form, takes_bias=self.takes_mask, takes_packed=True)
+    def unfit(self, query: KernelQuery) -> str | None:
+        refused = misfit(query, takes_bias=self.takes_mask, takes_packed=True)
         return f"{refused} (takes_mask=True says so)" if refused == "takes no mask" else refused
 
     def check_parts(self, num_parts: int) -> None:
@@ -312,7 +312,7 @@ class FunctionKernel:
         if mask.packed is not None:
             return forward_each(self.forward, q, k, v, mask, scale)
         bias, options = mask.bias, dict[str, Any]()
-        if bias is not None:  # what sees nothing sees all, and is left out afterwards
+        if bias is not None:  # queries that see nothing see all here, and get 0 afterwards
             is_empty = torch.isneginf(bias).all(dim=-1, keepdim=True)
             options["attn_mask"] = bias.masked_fill(is_empty, 0.0)
         k, v = repeated_heads(k, q), repeated_heads(v, q)
@@ -359,7 +359,7 @@ Kernel = str | FunctionKernel
 
 
 def named(name: str | None) -> Kernel | None:
-    """Return the kernel of the user's that has this key, or the name."""
+    """Return the `FunctionKernel` that has this key; else the name."""
     return name if name is None else _by_key().get(name, name)
 
 
@@ -388,14 +388,14 @@ def check_name(name: object) -> None:
             f"merged: choose one of {', '.join(KERNELS)}"
         )
     if name is not None and not (isinstance(name, str) and name in KERNELS):
-        own = ", or give FunctionKernel(name, function)" if callable(name) else ""
-        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}{own}")
+        advice = ", or give FunctionKernel(name, function)" if callable(name) else ""
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}{advice}")
 
 
-@lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
-def _unfit(form: KernelQuery) -> dict[str, str | None]:
+@lru_cache(maxsize=256)  # looks for packages, and runs in every call of attention
+def _unfit(query: KernelQuery) -> dict[str, str | None]:
     """Return why each kernel of `KERNELS` does not fit a query, None if it does."""
-    return {name: kernel.unfit(form) for name, kernel in KERNELS.items()}
+    return {name: kernel.unfit(query) for name, kernel in KERNELS.items()}
 
 
 def select_kernel(
@@ -410,8 +410,8 @@ def select_kernel(
     cap: float = 0.0,
 ) -> AttentionKernel:
     """Return the kernel of that name, or (None) the first in `KERNELS` that fits the query."""
-    form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed, cap)
-    reasons = _unfit(form)
+    query = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed, cap)
+    reasons = _unfit(query)
     fitting = [other for other, reason in reasons.items() if reason is None]
     if name is None:
         if not fitting:
@@ -419,7 +419,7 @@ def select_kernel(
         name = fitting[0]
     check_name(name)
     kernel = name if isinstance(name, FunctionKernel) else KERNELS[name]
-    reason = kernel.unfit(form) if isinstance(name, FunctionKernel) else reasons[name]
+    reason = kernel.unfit(query) if isinstance(name, FunctionKernel) else reasons[name]
     if reason is not None:
         advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_listed(reasons)}"
         raise ConfigError(f"kernel {name!r} {reason}: {advice}")

@@ -32,7 +32,7 @@ from bascule.checks import of_type
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather, all_reduce, table_on
 from bascule.comm.failures import shared
-from bascule.comm.groups import Kept, RankGroup, device_of
+from bascule.comm.groups import Cache, RankGroup, device_of
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.route import BoundRoute, move
@@ -43,14 +43,14 @@ from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_count
 from bascule.plan.sparse.layout import Counts
 
 _ALL = slice(None)
-_FORMS = 8  # batch sizes and devices of a plan whose tables are kept
+_NUM_TABLES = 8  # most batch sizes and devices of a plan whose tables are remembered
 
 
 @dataclass(eq=False)
 class SparseTables:
-    """The index tables of a plan on this rank; made once for a plan."""
+    """The index tables of a plan on this rank, made at first use."""
 
-    of: "weakref.ref[SparsePlan]"  # the tables go with the plan
+    of: "weakref.ref[SparsePlan]"  # of the plan: the tables die with it
     ranks: AttentionMesh
     batch: int
     device: torch.device
@@ -74,21 +74,21 @@ class SparseTables:
 
     @cached_property
     def kv_rows(self) -> list[PackedRows]:
-        """Keys that start their way on each ring rank."""
+        """Rows of keys that each ring rank has before the first round."""
         degree = self.plan.ulysses_degree
         owners = range(self.rank % degree, self.plan.num_ranks, degree)
         return [self.plan.kv_rows(owner) for owner in owners]
 
     @cached_property
     def _arriving(self) -> list[int]:
-        """Rows of q, k and v that come here."""
+        """Numbers of rows of q, k and v that arrive here."""
         of_rank = self.rows, self.plan.kv_rows(self.rank)
         num_q, num_kv = (int(rows.lens.sum()) * self.batch for rows in of_rank)
         return [num_q, num_kv, num_kv]
 
     @cached_property
     def _routes(self) -> tuple[Route, Route]:
-        """To where rows are used, and home."""
+        """The routes to where rows are used, and home."""
         plan, batch = self.plan, self.batch
         return plan.route(self.rank, batch=batch), plan.output_route(self.rank, batch=batch)
 
@@ -107,7 +107,7 @@ class SparseTables:
 
     @cached_property
     def _local(self) -> list[Tensor | None]:
-        """Sources of rows of q, k, v and the output, if none leaves its rank; None: the same."""
+        """Indices of the rows of q, k, v and output if none leaves its rank; None: in order."""
         into, back = map(_composed, self._routes)
         parts = np.split(into, np.cumsum(self._arriving)[:2])
         firsts = np.cumsum([0, *self._arriving[:2]])
@@ -132,11 +132,11 @@ class SparseTables:
     def call(
         self, q: Tensor, seen: list[BlockRows], scale: float, kernel: str | None
     ) -> AttentionCall:
-        """Return the attention of rows of this rank to what they see of the keys of ring ranks."""
+        """Return the call in which the rows of this rank attend to the keys that they see."""
         block = int(max(self.plan.q.lens.max(initial=1), self.plan.kv.lens.max(initial=1)))
-        form = {"dtype": q.dtype, "head_dim": q.shape[-1], "block": block}
+        query = {"dtype": q.dtype, "head_dim": q.shape[-1], "block": block}
         return AttentionCall(
-            kernel=select_kernel(kernel, q.device.type, **form),
+            kernel=select_kernel(kernel, q.device.type, **query),
             scale=scale,
             tiles=[[Tile(_ALL, _ALL, AttentionMask(blocks=rows))] for rows in seen],
             kv_lens=[int(rows.k_bounds[-1]) for rows in seen],
@@ -145,7 +145,7 @@ class SparseTables:
         )
 
     def seen(self, masks: Bools, keys: Bools | None) -> list[BlockRows]:
-        """Return what the rows of this rank see of the keys of each ring rank."""
+        """Return, by ring rank, which of its keys the rows of this rank see."""
         return [self._blocks(there, self._seen_lens(there, keys), masks) for there in self.kv_rows]
 
     def _seen_lens(self, there: PackedRows, keys: Bools | None) -> Ints:
@@ -157,7 +157,7 @@ class SparseTables:
         return np.diff(sums[:, cumulative(there.lens)], axis=1)
 
     def _blocks(self, keys: PackedRows, lens: Ints, masks: Bools) -> BlockRows:
-        """Return what the queries of this rank see of keys that lie on one ring rank."""
+        """Return which keys of one ring rank the queries of this rank see."""
         plan, rows = self.plan, self.rows
         group = len(plan.ring_of) // plan.num_kv_heads
         place = np.full((plan.num_kv_heads, plan.kv.lens.size), -1)
@@ -188,23 +188,23 @@ def _composed(route: Route) -> Ints:
 
 
 RowsSeen = Callable[[PackedRows], Bools]
-"""From X rows to (X, C), or (B, X, C) where batch items differ: which key blocks each sees."""
+"""Returns which key blocks each of X rows sees, (X, C), or (B, X, C) if batch items differ."""
 
 Seen = RowsSeen | BlockRule | Clusters
-"""Masks that are there, or a way to make them from queries and keys."""
+"""Existing masks, or a rule that makes them from queries and keys."""
 
 EXCHANGE_SPAN, MASKS_SPAN = "bascule: rows exchanged", "bascule: masks to rows"
-"""Names in profiles: of the two exchanges, and of the making of masks and their index tables."""
+"""Names of ranges in profiles: both exchanges; making masks and their index tables."""
 
 _A_PLAN = "a SparsePlan, as SparsePlanner.plan makes them"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeMasks:
-    """Masks (H, Q, C) that every rank has; called, it gives the rows asked for."""
+    """Masks (H, Q, C) that every rank has; calling it returns some rows."""
 
     array: Bools  # the masks
-    digest: int  # tells others apart
+    digest: int  # of the array, which ranks compare
 
     def __call__(self, rows: PackedRows) -> Bools:
         """Return these rows, (X, C)."""
@@ -212,7 +212,7 @@ class WholeMasks:
 
 
 def rows_of(masks: Bools | Tensor) -> WholeMasks:
-    """Return rows of masks (H, Q, C) that all ranks have, as of a file; a tensor's on the host."""
+    """Return the `seen` of masks (H, Q, C) that all ranks have, as from a file."""
     array = masks.cpu().numpy() if isinstance(masks, Tensor) else masks
     return WholeMasks(array, zlib.crc32(np.packbits(array != 0).tobytes()))
 
@@ -255,8 +255,8 @@ def sparse_attention(
         ConfigError: Shapes, plan, masks or settings do not fit.
         CommError: The ranks disagree, or a rank did not come in time.
     """
-    more: Any = {"scale": scale, "kernel": kernel, "keys": keys, "comm_dtype": comm_dtype}
-    return attend_sparse(q, k, v, mesh, plan, seen, **more)[0]
+    settings: Any = {"scale": scale, "kernel": kernel, "keys": keys, "comm_dtype": comm_dtype}
+    return attend_sparse(q, k, v, mesh, plan, seen, **settings)[0]
 
 
 @shared("sparse attention")
@@ -294,23 +294,23 @@ def attend_sparse(
             f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
         )
     ranks = as_attention_mesh(mesh)
-    form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}, scale={scale}, kernel={kernel}"
-    form += f", comm_dtype {wire}"
+    text = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}, scale={scale}, kernel={kernel}"
+    text += f", comm_dtype {wire}"
     masks_are = seen.digest if isinstance(seen, WholeMasks) else type(seen).__name__
     shapes = [tuple(x.shape) for x in (q, k, v)]
 
-    def say() -> tuple[str, ConfigError | None]:
+    def describe() -> tuple[str, ConfigError | None]:
         heads, blocks = plan.ring_of.shape
         of_plan = f"{heads} heads x {blocks} blocks of {int(plan.q.lens.sum())} tokens"
-        said = f"{of_plan}, {form}, digest {plan.digest}, masks {masks_are}"
-        return said, _misfit(ranks, plan, shapes)
+        whole = f"{of_plan}, {text}, digest {plan.digest}, masks {masks_are}"
+        return whole, _misfit(ranks, plan, shapes)
 
-    key = None if ranks.whole is None else (ranks.whole.ranks, plan.digest, *shapes, form)
-    first_use(ranks.whole, key, say, what="sparse attention")
-    of_plan = ranks.tables.setdefault(plan, Kept(_FORMS))
-    own = q.shape[0], q.device
-    tables = of_plan.get(own, lambda: SparseTables(weakref.ref(plan), ranks, *own))
-    tables.of = weakref.ref(plan)  # of equal plans, the one that this call holds
+    key = None if ranks.whole is None else (ranks.whole.ranks, plan.digest, *shapes, text)
+    first_use(ranks.whole, key, describe, what="sparse attention")
+    of_plan = ranks.tables.setdefault(plan, Cache(_NUM_TABLES))
+    where = q.shape[0], q.device
+    tables = of_plan.get(where, lambda: SparseTables(weakref.ref(plan), ranks, *where))
+    tables.of = weakref.ref(plan)  # of equal plans, the one that this caller holds
     q, factor = with_positive_scale(q, scale)
     with record_function(EXCHANGE_SPAN):
         here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)], wire)
@@ -368,7 +368,7 @@ def _misfit(
 
 
 def _checked(tables: SparseTables, masks: Bools) -> Bools:
-    """Check what a function of the caller gave; (B or 1, X, C)."""
+    """Check the masks that a caller's function gave; return them as (B or 1, X, C)."""
     wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
     whole = (tables.batch, *wanted)
     dtype, shape = getattr(masks, "dtype", type(masks).__name__), getattr(masks, "shape", "")
@@ -387,7 +387,7 @@ def _chosen(
     scale: float,
     keys: Bools | None,
 ) -> Bools:
-    """Return what a rule gives for the rows of this rank, (B, X, C)."""
+    """Return the masks that a rule chooses for the rows of this rank, (B, X, C)."""
     plan, rows, batch, (q, k, v) = tables.plan, tables.rows, tables.batch, qkv
 
     def features(pool: Pool | None, x: Tensor, layout: BlockLayout, of: PackedRows) -> Tensor:
@@ -446,8 +446,8 @@ def gather_counts(
     if masks.dtype == np.bool_:
         home = plan.kv.home // (plan.num_ranks // degree)
         masks = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
-    own = masks[0].reshape(-1, degree, masks.shape[2] // degree).sum(axis=2)
-    return _of_all_rows(mesh, plan, own.astype(np.int64), "counts of blocks")
+    counts = masks[0].reshape(-1, degree, masks.shape[2] // degree).sum(axis=2)
+    return _of_all_rows(mesh, plan, counts.astype(np.int64), "counts of blocks")
 
 
 def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
@@ -474,24 +474,24 @@ def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
 
 
 def _of_all_rows(
-    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, own: Counts, what: str
+    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, local: Counts, what: str
 ) -> Counts:
-    """Return (H, Q, ..) from (X, ..) of each rank."""
-    whole = np.zeros((*plan.ring_of.shape, *own.shape[1:]), own.dtype)
-    every = _gathered(as_attention_mesh(mesh).whole, torch.from_numpy(own), what)
+    """Gather the rows (X, ..) of each rank as (H, Q, ..)."""
+    whole = np.zeros((*plan.ring_of.shape, *local.shape[1:]), local.dtype)
+    every = _gathered(as_attention_mesh(mesh).whole, torch.from_numpy(local), what)
     for rank, there in enumerate(every):
         rows = plan.q_rows(rank)
         whole[rows.heads, rows.blocks] = there.cpu().numpy()[: rows.heads.size]
     return whole
 
 
-def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
-    """Gather, by rank, what each gives; unused rows follow those of ranks that give fewer."""
+def _gathered(group: RankGroup | None, local: Tensor, what: str) -> list[Tensor]:
+    """Gather the rows of each rank, padded at the end to the most of any rank."""
     if group is None:
-        return [own]
-    device = own.device if own.is_cuda else device_of(group)
-    sizes = torch.tensor([own.shape[0]], device=device)
+        return [local]
+    device = local.device if local.is_cuda else device_of(group)
+    sizes = torch.tensor([local.shape[0]], device=device)
     longest = int(all_gather(group, f"all_gather (size of {what})", sizes).max())
-    padded = own.new_zeros(longest, *own.shape[1:], device=device)
-    padded[: own.shape[0]] = own
+    padded = local.new_zeros(longest, *local.shape[1:], device=device)
+    padded[: local.shape[0]] = local
     return list(all_gather(group, f"all_gather ({what})", padded))

@@ -1,4 +1,4 @@
-"""Clusters of tokens that are alike as the blocks of attention, on any mesh: Sparse VideoGen 2.
+"""Clusters of similar tokens as the blocks of attention, on any mesh: Sparse VideoGen 2.
 
 A plan moves blocks of the sequence, whatever the clusters. Ranks that share a head add up their
 parts of each cluster's mean, so that clusters equal one process's; then each orders the tokens
@@ -47,7 +47,7 @@ class Clusters:
     num_kv: int
     mass: float
     rounds: int = 2
-    # By block of the sequence; None: no text. A model says it.
+    # By block of the sequence; None: no text. Set by the model.
     q_is_text: Bools | None = field(default=None, repr=False)
     kv_is_text: Bools | None = field(default=None, repr=False)
 
@@ -65,12 +65,10 @@ class Clusters:
 class Clustered:
     """The rows of a rank, by cluster."""
 
-    q_order: Tensor  # (B T,) row of the queries at each place
-    kv_order: Tensor  # the same of keys that may be seen
-    seen: list[BlockRows]  # of the keys of each ring rank
-    # (X, ranks) keys that a token of each query block sees, on average, by the rank that has them
-    # at home; of the first batch item
-    counts: Ints
+    q_order: Tensor  # (B T,) rows of queries, ordered by cluster
+    kv_order: Tensor  # rows of keys that may be seen, ordered by cluster
+    seen: list[BlockRows]  # by ring rank, the keys there that clusters of queries see
+    counts: Ints  # (X, ranks) mean keys seen per query, by home rank; of batch item 0
 
 
 def cluster(
@@ -84,17 +82,18 @@ def cluster(
     """Cluster the rows (B, T, D) of q and k of this rank; `keys` as for `sparse_attention`."""
     ring = ranks.place[1]
     is_own = plan.ring_of == ring
-    own = np.flatnonzero(is_own.any(axis=1))
+    local_heads = np.flatnonzero(is_own.any(axis=1))
     is_cut = bool((plan.ring_of != plan.ring_of[:, :1]).any())
-    heads = np.arange(len(plan.ring_of)) if is_cut else own
+    heads = np.arange(len(plan.ring_of)) if is_cut else local_heads
     kv_heads = np.flatnonzero((plan.kv_rank_of[ring] >= 0).any(axis=1))
     group = ranks.whole if is_cut else ranks.ring
     q_rows, kv_rows = plan.q_rows(ranks.rank), plan.kv_rows(ranks.rank)
     of_q = _Side(qk[0], plan.q, q_rows, heads, rule.num_q, rule.q_is_text, keys, group)
     of_k = _Side(qk[1], plan.kv, kv_rows, kv_heads, rule.num_kv, rule.kv_is_text, keys, ranks.ring)
     (q_labels, q_sums), (k_labels, k_sums) = (x.clustered(rule.rounds) for x in (of_q, of_k))
-    place = np.searchsorted(heads, own)
-    kv_place = np.searchsorted(kv_heads, own // (len(plan.ring_of) // plan.num_kv_heads))
+    place = np.searchsorted(heads, local_heads)
+    kv_of = local_heads // (len(plan.ring_of) // plan.num_kv_heads)
+    kv_place = np.searchsorted(kv_heads, kv_of)
     q_means, (k_means, k_sizes) = _means(q_sums)[0][:, place], _means(k_sums)
     scores = q_means @ k_means[:, kv_place].mT * scale + k_sizes[:, kv_place, None].log()
     chosen = keep_mass(scores, rule.mass, np.ones(rule.num_kv))
@@ -111,8 +110,9 @@ def cluster(
     if ranks.ring is not None:
         homes = all_reduce(ranks.ring, "all_reduce (homes of clusters)", homes)
     of_cluster = chosen[0].astype(np.float64) @ homes[kv_place].cpu().numpy()
-    at = np.searchsorted(own, np.repeat(q_rows.heads, q_rows.lens)), q_labels[0].cpu().numpy()
-    totals = np.add.reduceat(of_cluster[at], cumulative(q_rows.lens)[:-1], axis=0)
+    of_tokens = np.searchsorted(local_heads, np.repeat(q_rows.heads, q_rows.lens))
+    seen_keys = of_cluster[of_tokens, q_labels[0].cpu().numpy()]
+    totals = np.add.reduceat(seen_keys, cumulative(q_rows.lens)[:-1], axis=0)
     counts = np.rint(totals / q_rows.lens[:, None]).astype(np.int64)
     return Clustered(q_order, kv_order, seen, counts)
 
@@ -126,10 +126,11 @@ def _means(sums: Tensor) -> tuple[Tensor, Tensor]:
 def _seen(
     q_lens: Ints, kv_lens: Ints, kv_place: Ints, chosen: Bools, sizes: tuple[int, int]
 ) -> BlockRows:
-    """Return what clusters (B, h, M + 1) of queries see of those (B, kv h, N + 1) of a ring rank.
+    """Return which of a ring rank's clusters of keys each cluster of queries sees.
 
-    `kv_place` (h,) finds the keys of a head; `chosen` (B, h, M + 1, N + 1) is of all ranks.
-    Clusters are cut in blocks of at most `sizes` queries and keys, for kernels work by the longest.
+    `q_lens` (B, h, M + 1) and `kv_lens` (B, kv h, N + 1) are sizes of clusters, which are cut in
+    blocks of at most `sizes` queries and keys, for kernels work by the longest. `kv_place` (h,)
+    finds the keys of a head; `chosen` (B, h, M + 1, N + 1) is of all ranks.
     """
     num_q, num_kv, width = -(-q_lens // sizes[0]), -(-kv_lens // sizes[1]), chosen.shape[3]
     row, column = np.nonzero(chosen.reshape(-1, width))
@@ -149,7 +150,7 @@ def _seen(
 
 
 class _Side:
-    """The queries, or the keys, of a rank: which clusters they may join, and with whom."""
+    """The queries or keys of a rank, to be clustered with those of the ranks of a group."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class _Side:
         )
         numbers = torch.arange(self.num_clusters, device=labels.device)
         for head, span in self._spans:
-            # A product, since sums by index are in another order at each run on a GPU.
+            # A product: on a GPU, sums by index have another order in each run.
             is_in = (labels[:, span, None] == numbers) & self.is_counted[:, span, None]
             is_in = is_in.to(self.x.dtype)
             parts = is_in.mT @ self.x[:, span], is_in.sum(dim=1)[..., None]

@@ -1,8 +1,8 @@
 """Rules: which blocks are computed, chosen from queries and keys where attention runs.
 
-A rule is a function (q, k, at) of what is left of this rank's query blocks, and of all key blocks
-of their heads. What it gives for a query block may depend on that block and on all keys of its
-head, and on sums over the head by `RuleCall.sum_rows`: then masks are the same on any mesh.
+A rule is a function (q, k, at) of features of this rank's query blocks, and of all key blocks of
+their heads. Its masks of a query block may depend on that block, on all keys of its head, and on
+sums over the head by `RuleCall.sum_rows`: then masks are the same on any mesh.
 
 Shapes: B batch, h heads of which a rank has query blocks, P most query blocks of one of them, C key
 blocks of the sequence, L tokens of the longest of either kind, D head width, F features of a block.
@@ -28,7 +28,7 @@ from bascule.plan.sparse import grids
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleCall:
-    """Where and when a rule is called: one value for q, k and masks of a call."""
+    """The blocks, layer and step for which a rule is called."""
 
     heads: Ints  # (h,) query head
     blocks: Ints  # (h, P) query block of each row; heads with fewer repeat one, which is not used
@@ -53,8 +53,8 @@ class RuleCall:
     def always(self) -> Tensor:
         """(h, P, C) key blocks with a query's own tokens, and rows and columns of text."""
         (q, kv) = (cumulative(lens) for lens in (self.q_lens, self.kv_lens))
-        own = (q[:-1, None] < kv[1:]) & (kv[:-1] < q[1:, None])
-        return self.of_rows(own | self.q_is_text[:, None] | self.kv_is_text)
+        overlaps = (q[:-1, None] < kv[1:]) & (kv[:-1] < q[1:, None])
+        return self.of_rows(overlaps | self.q_is_text[:, None] | self.kv_is_text)
 
 
 Pool = Callable[[Tensor, Tensor], Tensor]
@@ -77,8 +77,8 @@ class BlockRule:
     Attributes:
         choose: Takes q (B, h, P, F), k (B, h, C, F) and a `RuleCall`, gives bool (B, h, P, C), True
             where computed; B and h may be 1. Rows that `at.blocks` repeats do not count.
-        of_queries: What is left of query blocks.
-        of_keys: What is left of key blocks.
+        of_queries: Features of query blocks.
+        of_keys: Features of key blocks.
         with_values: Whether `of_keys` gets keys and values, (.., L, 2 D).
         name: Ranks compare it.
     """
@@ -97,9 +97,8 @@ class BlockRule:
         fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, wanted, strict=True))
         if not fits or chosen.dtype != torch.bool:
             raise ConfigError(
-                f"the rule {self.name} gave a {type(chosen).__name__} of shape {shape}: give a "
-                f"bool tensor {wanted} (batch, heads, query blocks here, key blocks), True where "
-                "computed"
+                f"the rule {self.name} gave a {type(chosen).__name__} of shape {shape}: give bool "
+                f"{wanted} (batch, heads, query blocks here, key blocks), True where computed"
             )
         return chosen.expand(-1, -1, -1, wanted[-1])
 
@@ -107,8 +106,7 @@ class BlockRule:
 def rule_of(rule: object) -> BlockRule:
     """Return a rule with the features that it takes."""
     made = rule if isinstance(rule, BlockRule) else BlockRule(function("rule", rule))
-    choose = made.choose
-    name = made.name or getattr(choose, "__qualname__", type(choose).__name__)
+    name = made.name or getattr(made.choose, "__qualname__", type(made.choose).__name__)
     return replace(made, name=name)
 
 
@@ -205,8 +203,8 @@ def sparge(mass: float, alike: float) -> BlockRule:
     def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
         unlike_q, unlike_k = q[..., -1:] < alike, (k[..., -1:] < alike).mT
         scores = q[..., :-1] @ k[..., :-1].mT * at.scale
-        kept = keep_mass(scores.masked_fill(unlike_k, -torch.inf), mass, at.kv_lens, at.always)
-        return kept | unlike_q | unlike_k
+        masks = keep_mass(scores.masked_fill(unlike_k, -torch.inf), mass, at.kv_lens, at.always)
+        return masks | unlike_q | unlike_k
 
     return BlockRule(choose, features, features, name=f"sparge({mass}, {alike})")
 
@@ -298,7 +296,7 @@ def sliding_tiles(grid: grids.Grid, tile: grids.Grid, window: grids.Grid) -> Blo
 def _of_grid(grid: grids.Grid, make: Callable[[Ints, Ints], Bools]) -> Callable[[RuleCall], Tensor]:
     """Return rows (1, h, P, C) of what `make` gives for the video's blocks, and of text."""
     ints("grid", grid, 3)
-    kept = lru_cache(maxsize=8)(lambda *lens: make(*(np.array(seq_lens) for seq_lens in lens)))
+    by_lens = lru_cache(maxsize=8)(lambda *lens: make(*(np.array(seq_lens) for seq_lens in lens)))
 
     def rows(at: RuleCall) -> Tensor:
         q, kv = ~at.q_is_text, ~at.kv_is_text
@@ -309,7 +307,7 @@ def _of_grid(grid: grids.Grid, make: Callable[[Ints, Ints], Bools]) -> Callable[
                 "width of its tokens, leave out orders, and name other layers in dense_layers"
             )
         mask = np.ones((q.size, kv.size), np.bool_)
-        mask[np.ix_(q, kv)] = kept(tuple(at.q_lens[q].tolist()), tuple(at.kv_lens[kv].tolist()))
+        mask[np.ix_(q, kv)] = by_lens(tuple(at.q_lens[q].tolist()), tuple(at.kv_lens[kv].tolist()))
         return at.of_rows(mask)[None]
 
     return rows
