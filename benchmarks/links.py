@@ -50,7 +50,7 @@ class Link:
         self._sleep(transfers)
 
     def _stamp(self, transfers: Transfers, tag: int) -> list[dist.Work]:
-        group, (sent, received) = transfers._group, transfers._kept
+        group, (sent, received) = transfers._group, transfers._tensors
         now = time.perf_counter() + self.latency_s
         if self.bytes_per_s:
             num_bytes = sum(x.nbytes for x in sent.values())
@@ -73,7 +73,7 @@ class NoLink(Link):
 
     def post(self, transfers: Transfers, tag: int) -> list[dist.Work]:
         """Receive as if all others had sent the same."""
-        sent, received = transfers._kept
+        sent, received = transfers._tensors
         for to, come in zip(sent.values(), received.values(), strict=True):
             come.view(-1).copy_(to.view(-1))
         return []
