@@ -355,7 +355,7 @@ WRONG: dict[str, Row] = {
     "a mask elsewhere": (counted, one("mask", ELSEWHERE), *MASK),
     "rows of attention": (attended, one("q", (7, 4, 8)), "rank 1", "attend"),
     "heads that do not divide": (attended, both(kv=(6, 3, 8)), "4 query heads for 3 key-value"),
-    "more ranks than heads": (attended, both(kv=(6, 1, 8)), "at most 1 ranks", "or rings, as g1r2n1"),
+    "more ranks than heads": (attended, both(kv=(6, 1, 8)), "at most 1 ranks", "as g1r2n1"),
     "kernel of a device": (attended, both(kernel="aten_flash"), "runs on CUDA devices"),
     "spans of one rank": (attended_with_masks, two("kinds", "causal", "casual"), "rank 1"),
     "masks of one rank": (attended_with_masks, two("kinds", None, "causal"), "ranks [0] give"),
