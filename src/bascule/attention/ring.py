@@ -257,7 +257,7 @@ def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Ca
 def overlapped_forward(
     xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `usp.forward` for (B, T, heads, D) q, k and v; the output as q."""
+    """Compute `usp.forward` of (B, T, heads, D) q, k and v while rows travel; output as q."""
     heads, wire = call.heads, call.wire
     assert heads is not None
     local = heads.own_tokens

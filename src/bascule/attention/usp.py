@@ -87,9 +87,9 @@ def check_settings(what: str, causal: Any, scale: Any) -> None:
 
 
 def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """Return queries and the factor of their scores, above 0, for the same scores.
+    """Move a scale of 0 or less into the queries; return these and a scale above 0.
 
-    Torch's flash attention for CPUs (2.13) multiplies what a causal mask hides, -inf, by it.
+    Torch's flash attention for CPUs (2.13) multiplies hidden scores, -inf, by the scale.
     """
     factor = positive_scale(q.shape[-1], scale)
     return (q, factor) if scale is None or scale > 0 else (q * scale, factor)

@@ -368,8 +368,9 @@ def move_items_with_gradients(
     """Move items; their gradients return to the items that were sent, in one all-to-all.
 
     `items` and `parcels` are what this rank sends. Every rank takes part in the backward if the
-    returned token or an item gets a gradient on it. The token () requires a gradient; it orders the
-    backward pass: first what uses the returned token, then this move, then what made the token.
+    returned token or an item gets a gradient there. `token`, a scalar that requires a gradient,
+    orders the backward pass: first what uses the returned token, then this move, then what made
+    `token`.
     """
     leaves = [leaf for item in items for leaf in leaves_of(item)]
     refuse_transforms(move.name, token, *leaves)

@@ -136,7 +136,7 @@ def named_part(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 class Place(NamedTuple):
-    """Numbers of a mesh for a traced program, and its name."""
+    """Degrees, this rank's place and the name of a mesh: constants of compiled graphs."""
 
     degrees: Degrees  # (R, U)
     place: tuple[int, int]  # (ring rank, Ulysses rank) of this rank

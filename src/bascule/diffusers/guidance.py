@@ -104,7 +104,7 @@ class GuidedModel(Override):
         return mapped(form.nest, lambda _: Pending.of(self.branches, branch, next(places)))
 
     def _owners(self, num_parts: int) -> list[int]:
-        """Return the group of each part of the next call, in turn; a cached branch stays."""
+        """Return the group of each part of the next call; a branch with a cache keeps its group."""
         num_groups = self.branches.group.size
         modules, forward = self._split.hooked, self._split.plain_forward
         cached = branch_of(self.model, forward, modules, num_parts, num_groups)

@@ -157,7 +157,8 @@ class TileCalls(nn.Module):
     def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
         """Call the "encoder" or "decoder" several times; join outputs along time: (1, C, .., h, w).
 
-        Tensors of a call are named "NUMBER.NAME", its first argument "NUMBER."; `calls` has others.
+        `tensors` has argument NAME of call NUMBER as "NUMBER.NAME", its first one as "NUMBER.";
+        `calls` has arguments that are no tensors.
         """
         module, arguments = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():

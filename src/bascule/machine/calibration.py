@@ -91,7 +91,7 @@ class Fit:
 
 
 def is_held_out(num_points: int) -> Bools:
-    """Mark every third of (n,) points, but not the last: points that judge a curve lie inside."""
+    """Return (n,) flags of the points that test a fitted curve: every third, and no end point."""
     places = np.arange(num_points)
     return (places % 3 == 1) & (places < num_points - 1)
 

@@ -159,7 +159,7 @@ class StepTable:
         return limits.keeps(items=counts, tokens=tokens)
 
     def lower_bound(self) -> float:
-        """Return a time below which no deal ends."""
+        """Return a lower bound on the time of a step, however its samples are dealt."""
         shape = self.rules.shape
         bound = max(float(self.costs.sum()) / shape.num_ranks, float(self.costs.max()))
         if self.rules.padded:

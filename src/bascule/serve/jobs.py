@@ -13,7 +13,7 @@ _POLL_S = 1.0
 
 
 class Sink(ABC):
-    """Receiver of outputs and of news of tasks; its lock is held in all methods but `write`."""
+    """Receiver of outputs and of news of tasks; callers hold `lock`, but not for `write`."""
 
     lock: AbstractContextManager[Any] = nullcontext()
 

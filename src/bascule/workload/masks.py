@@ -161,7 +161,7 @@ def _highest(scores: Singles, density: float, num_blocks: int) -> Bools:
 
 
 def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
-    """Return the (H,) densities of heads, with the mean and the imbalance of the model."""
+    """Return (H,) densities of heads, whose mean and imbalance equal the model's."""
     from scipy.optimize import brentq
     from scipy.special import expit
 

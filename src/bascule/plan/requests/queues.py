@@ -62,7 +62,7 @@ class EarliestDeadline:
         return min(degrees, key=job.seconds)
 
     def decide(self, state: State, act: Starts) -> None:
-        """Start jobs in the order of deadlines."""
+        """Start jobs, the earliest deadline first, until one does not fit the free ranks."""
         self._line.update(state)
         while (job := self._line.first(state)) is not None:
             blocks = {degree: state.free_block(degree) for degree in sorted(job.request.step_s)}

@@ -166,7 +166,11 @@ class Score:
         return np.where(over > 0.0, _PENALTY * (1.0 + over), times / self.target)
 
     def after(self, state: State, options: Exchanges) -> Floats:
-        """Return scores after exchanges: excess, else the later completion or weight newly away."""
+        """Return the score of each exchange, the lower the better.
+
+        It is the excess over limits; without any, the later completion of the two bins or, with
+        homes, the change of the weight away from home.
+        """
         problem, source, dest = self.problem, options.source, options.dest
         sums, give, take = options.groups.sums, options.give, options.take
         here, there = problem.kind_of[source], problem.kind_of[dest]

@@ -79,10 +79,11 @@ def paper_blocks(
     reward: float = REWARD,
     capacity: tuple[float, float] | None = None,
 ) -> BlockPlan:
-    """Place query blocks by the sums of rows, key blocks by the sums of columns (4.2.2).
+    """Place query blocks by the sums of rows, key blocks by the sums of columns.
 
-    Without `homes` blocks are in runs, as the paper assumes. `capacity` is the most query blocks
-    and key blocks of a rank; default: an R-th of them, rounded up, as in the public code.
+    Source: db-SP, section 4.2.2. Without `homes` each rank begins with consecutive blocks, as the
+    paper assumes. `capacity` is the most query blocks and key blocks of a rank; default: 1/R of
+    them, rounded up, as in the public code.
     """
     matrix = np.asarray(block_matrix, np.float64)
     q_home, kv_home = homes or (
