@@ -42,7 +42,7 @@ def num_ranks_here(num_ranks: int | None) -> int:
     """Return how many ranks to launch: by default one a GPU, else one a core, two at least."""
     num_gpus = torch.cuda.device_count()
     if num_gpus and num_ranks is not None and num_ranks > num_gpus:
-        raise ConfigError(f"--ranks {num_ranks}: this host has {num_gpus} GPUs, its limit")
+        raise ConfigError(f"--ranks {num_ranks}: give at most {num_gpus}, one a GPU of this host")
     return num_ranks or num_gpus or max(2, _num_cores())
 
 

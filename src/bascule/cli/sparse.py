@@ -65,7 +65,7 @@ class SparseOptions(Outputs, MachineOptions):
 
     @property
     def meshes(self) -> "tuple[Mesh, ...]":
-        """Meshes to compare, (Ulysses, ring) degrees; the largest Ulysses degree first."""
+        """Meshes to compare, (ring, Ulysses) degrees; the largest Ulysses degree first."""
         from bascule.plan.topology import all_degrees
 
         if self.ranks is None:

@@ -184,7 +184,7 @@ def unpack(pack: Mapping[str, Any]) -> list[dict[str, Any]]:
             parts = _attribute(name, value, bounds)
         if len(parts) != num_samples:
             raise ConfigError(
-                f"cu_items[{name!r}] is for {len(parts)} samples, and the pack has {num_samples}"
+                f"cu_items[{name!r}] is for {len(parts)} samples: give {num_samples + 1} numbers"
             )
         lacking, nones = (frozenset(gap) for gap in gaps.get(name, ((), ())))
         for i, part in enumerate(parts):
@@ -446,7 +446,9 @@ def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
             continue
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise ConfigError(f"{name} of sample {i} is a {kind}, of others a tensor")
+            raise ConfigError(
+                f"{name} of sample {i} is a {kind}, of others a tensor: use torch.as_tensor"
+            )
         tensors[i] = value
         first_with.setdefault((value.dtype, value.dim(), value.shape[1:]), i)
     if len(first_with) > 1:
