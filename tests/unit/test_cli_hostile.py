@@ -121,7 +121,7 @@ def test_options_at_the_end_of_their_range(capsys: Console) -> None:
     ):
         code, out, err = run(capsys, *command.split())
         assert code == 0 and "nan" not in out and not err
-        assert "; batches: 1;" in out or "g16" not in command
+        assert "Compared: 1 batch on" in out or "g16" not in command
 
 
 def lengths_files(folder: Path) -> Iterator[tuple[str, str]]:

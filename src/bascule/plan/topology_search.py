@@ -25,6 +25,7 @@ from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Assignment
 from bascule.plan.topology import Topology
+from bascule.quantities import number
 
 _UNIT_RANKS = 32  # most ranks in a unit of several nodes
 _MAX_SOLVED = 8  # most candidates that the solver plans, for a batch and for a ranking
@@ -152,7 +153,7 @@ def _reason(
 ) -> str:
     """Name the sequences on bags of a size that end too late on the next smaller one."""
     if size == 1:
-        return "g1: pays for no wires"
+        return "g1: single ranks, no communication"
     smaller, forced = size // 2, list[int]()
     (bag,) = _kinds([smaller], cost, cluster)
     for batch, decision in zip(batches, decisions, strict=True):
@@ -162,9 +163,12 @@ def _reason(
         forced += lens[taken > decision.makespan].tolist()
     if not forced:
         return f"g{size}: no sequence needs it; it evens out loads"
+    each, rest = divmod(len(forced), len(batches))
+    often = number(each + rest / len(batches) if rest else each)
+    lens = " to ".join(f"{length:,}" for length in sorted({min(forced), max(forced)}))
     return (
-        f"g{size}: {len(forced) / len(batches):.1f} sequences a batch, of {min(forced):,} to "
-        f"{max(forced):,} tokens, end too late on {smaller} rank{'s' if smaller > 1 else ''}"
+        f"g{size}: sequences of {lens} tokens ({often} per batch) "
+        f"would end too late on {smaller} rank{'s' if smaller > 1 else ''}"
     )
 
 

@@ -43,6 +43,11 @@ _ON_TRAINING_THREADS = {"wrapper", "step", "train step", "optimizer"}
 _ENDINGS = (".json", ".json.gz", ".json.zst")
 _MOST_US, _MOST_LASTING_US = 1e17, 1e12
 
+_EXPECTED = (
+    "give the folder into which torch.profiler wrote one .json, .json.gz or .json.zst file per "
+    "rank; docs/traces.md says how to record them"
+)
+
 Event = tuple[Any, float, float]  # a value that depends on the kind; start and end in seconds
 
 
@@ -77,7 +82,9 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
         for file in () if by_rank else files:
             data = _load(file)
             if data is None:
-                notes.append(f"{shown(file.name)} is no trace, it has no traceEvents: left out")
+                notes.append(
+                    f"{shown(file.name)} was left out: it has no traceEvents, so it is no trace"
+                )
                 continue
             named = _RANK_IN_NAME.search(file.name)
             if named is None and file.parent != Path(path):
@@ -89,10 +96,7 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
                 raise ConfigError(f"{file}: {error}") from None
             by_rank.setdefault(trace.rank, []).append(trace)
     if not by_rank:
-        raise ConfigError(
-            f"{path}: no trace in it: give the folder into which torch.profiler wrote one "
-            ".json, .json.gz or .json.zst file a rank"
-        )
+        raise ConfigError(f"{path}: no trace in it: {_EXPECTED}")
     traces = tuple(_join(by_rank[rank]) for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
 
@@ -100,6 +104,8 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
 def _files(path: Path) -> tuple[list[Path], ...]:
     """Return the files of a folder, and the files of folders within, for want of traces in it."""
     try:
+        if not path.exists():
+            raise ConfigError(f"there is no {path}: {_EXPECTED}")
         if not path.is_dir():
             return ([path],)
         places = path.iterdir(), path.rglob("*/*")

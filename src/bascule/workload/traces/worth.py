@@ -19,6 +19,7 @@ from bascule.marks import What
 from bascule.plan import metrics
 from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
+from bascule.quantities import percent
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.steps import StepParts
 
@@ -58,14 +59,15 @@ class Worth:
 
     @property
     def assumed_in_words(self) -> str | None:
-        """A sentence on `assumed`; None if the steps determine all coefficients."""
+        """Sentences on `assumed`; None if the steps determine all coefficients."""
         if not self.assumed:
             return None
-        crossover = f", attention to outweigh the rest from {TYPICAL_CROSSOVER_TOKENS:,} tokens on"
+        crossover = f": attention dominates above {TYPICAL_CROSSOVER_TOKENS:,} tokens"
         return (
-            f"the steps do not show how much of the time is {', '.join(self.assumed)}: the fit "
-            f"assumes it{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}; steps "
-            "of more unlike lengths would show it"
+            f"These lengths are too alike to measure which part of the time is "
+            f"{', '.join(self.assumed)}; assumed"
+            f"{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}. Trace steps of "
+            "more varied lengths."
         )
 
     @property
@@ -82,6 +84,11 @@ class Worth:
     def model_error(self) -> float:
         """Share by which the model's step as run is longer than measured."""
         return self.model_s / self.measured_s - 1.0
+
+    @property
+    def error_in_words(self) -> str:
+        """The `model_error`, such as "9.70 % too short"."""
+        return f"{percent(abs(self.model_error))} too {'short' if self.model_error < 0 else 'long'}"
 
 
 def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
@@ -131,7 +138,7 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     rank are left out. `topology` has the bags, by default of one rank each.
     """
     if parts.num_missing:
-        raise ConfigError(f"{parts.missing}: give those of all ranks")
+        raise ConfigError(f"{parts.missing}; give the traces of all ranks")
     ranks, places = parts.ranks.tolist(), _known_places(parts, lens.computed)
     steps = parts.steps[places].tolist()
     computed, loaded = (
@@ -166,9 +173,9 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
         raise ConfigError(
-            f"by the lengths, a step would be {worth.model_error:+.0%} off what was measured: they "
-            "do not explain these seconds; profile more steps, with more unlike lengths, on ranks "
-            "that nothing else uses"
+            "the lengths do not explain the measured times, by which a step of the model is "
+            f"{worth.error_in_words}; trace more steps, of more varied lengths, on ranks that "
+            "nothing else uses"
         )
     return worth
 
@@ -185,8 +192,8 @@ def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
         if computed:
             advice = (
                 f"the traces have steps {steps[0]} to {steps[-1]} of ranks {ranks[0]} to "
-                f"{ranks[-1]}, and lengths are given of steps {min(computed)[0]} to "
+                f"{ranks[-1]}, the lengths are of steps {min(computed)[0]} to "
                 f"{max(computed)[0]}"
             )
-        raise ConfigError(f"of no step are the lengths of all ranks known: {advice}")
+        raise ConfigError(f"no step has the lengths of all ranks: {advice}")
     return places
