@@ -118,7 +118,7 @@ def test_compressed_files_and_two_cycles_of_a_profiler(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     assert parts.steps.tolist() == list(range(5, 13))
     close(parts.waiting[4:], parts.waiting[:4])
-    assert parts.notes == ("'metrics.json' was left out: it has no traceEvents, so it is no trace",)
+    assert parts.notes == ("'metrics.json' has no traceEvents, so it was left out",)
 
 
 def test_a_folder_for_each_rank_and_files_of_zstandard(tmp_path: Path) -> None:
@@ -267,14 +267,17 @@ def test_the_command(tmp_path: Path, capsys: Console) -> None:
     assert code == 0 and re.search(r"slowest rank +1", out) and "predicted speed-up" in out
     code, out, err = run(capsys, "trace", str(tmp_path / "out"), "--json", "-")
     found = json.loads(out)
-    assert code == 0 and "the model's imbalance, balanced" in err
+    assert code == 0 and "a step balanced on g1n3" in err
     assert found["worth"]["speedup"] > 1.1
     assert found["worth"]["cost"]["fit"]["num_observations"] == 12
     close(found["compute"], seconds)
     code, out, _ = run(capsys, "trace", str(Run(OWN).write(tmp_path)))
     assert code == 0 and "is not known: no step" in " ".join(out.split())
     for arguments, said in (
-        ((str(tmp_path / "none"),), f"there is no {tmp_path / 'none'}: give the folder"),
+        (
+            (str(tmp_path / "none"),),
+            f"bascule: {tmp_path / 'none'} does not exist: give the folder",
+        ),
         ((folder, "--topology", "g2n1"), "a divisor of 3"),
         ((folder, "--lens", str(tmp_path / "out")), "cannot read"),
         ((folder, "--json", str(tmp_path)), "is a folder"),
@@ -291,9 +294,9 @@ def test_what_the_fit_assumes_is_said(tmp_path: Path, capsys: Console) -> None:
     code, out, err = run(capsys, "trace", str(folder), "--json", "-", "--report", str(report))
     found, printed = json.loads(out)["worth"], " ".join(err.split())
     assert code == 0 and {"quadratic", "linear"} <= set(found["assumed"])
-    error, side = found["model_error"], "short" if found["model_error"] < 0 else "long"
+    error, side = found["model_error"], "under" if found["model_error"] < 0 else "over"
     for text in (printed, report.read_text()):
-        assert f"by a model whose step is {percent(abs(error))} too {side}" in text
+        assert f"{side}estimates the measured step by {percent(abs(error))}" in text
         assert "too alike to measure which part of the time is quadratic, linear" in text
         assert "attention dominates above 24,576 tokens" in text
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,13 +61,13 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
     lens = options.read(topology_ranks(options.topology))
     cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
-    machines = options.machines(len(lens))
+    limits, machines = options.limits, options.machines(len(lens))
     cluster = machines if options.wires or topology == "auto" else None
-    terms = Terms(topology, cost, options.limits, None, cluster, options.locality_tolerance)
+    terms = Terms(topology, cost, limits, None, cluster, options.locality_tolerance)
     plan = terms.priced(offer_of(lens)).plan()
     notes = options.notes(is_priced=cluster is not None)
     if cluster is None:
-        notes.append(f"The advice counts communication, for {options.hardware()}.")
+        notes.append(f"The advice counts communication in bags, on {options.hardware()}.")
     report = report_of(plan, cost, cluster, _advice(plan, options, machines), notes)
     console = publish(options, report)
     if options.picture is not None:
@@ -158,23 +159,18 @@ def _limit(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
 
 
 def _advice(plan: "Plan", options: PlanOptions, machines: "Cluster") -> str:
-    """Say what to do about the step, with communication and moving counted."""
-    from bascule.cli.topology import moving_seconds
+    """Say what to do about the step, with communication in bags counted."""
     from bascule.plan.plan import Terms
 
     if plan.makespan == 0 or plan.num_ranks == 1:
         return "there is nothing to balance"
-    took: dict[str, float] = {}
-    for bags in (plan.topology, "auto"):
-        try:
-            terms = Terms(bags, options.cost, options.limits, cluster=machines)
-            found = terms.priced(plan.offer).plan()
-        except PlanError:  # auto has fewer topologies to choose from, and memory may limit them
-            continue
-        moving_s = moving_seconds(found, options.cost, machines)
-        took.setdefault(str(found.topology), found.makespan + moving_s)
-    now, before = took[str(plan.topology)], plan.unbalanced_loads(options.cost, machines).max()
-    best, least = min(took.items(), key=lambda item: item[1])
+    cost, before = options.cost, plan.unbalanced_loads(options.cost, machines).max()
+    prices = Terms(plan.topology, cost, cluster=machines).priced(plan.offer).prices
+    now = (prices.loads(plan.bag_of) + prices.exposed_host(plan.bag_of)).max()
+    best, least = str(plan.topology), now
+    with suppress(PlanError):  # auto has no bags as large as --topology may give
+        auto = Terms("auto", cost, options.limits, cluster=machines).priced(plan.offer).plan()
+        best, least = str(auto.topology), auto.makespan
     if least * WORTH <= min(now, before):
         short = best if best.count("+") < _MOST_TERMS else "auto"
         return f"`--topology {short}` makes the step {times(before / least)} as fast as loaded"

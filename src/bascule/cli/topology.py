@@ -18,7 +18,6 @@ from bascule.report.page import Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
     from bascule.machine.cluster import Cluster
-    from bascule.machine.costs import TransformerCost
     from bascule.plan.plan import Plan
     from bascule.plan.topology_search import TopologyRanking
 
@@ -74,16 +73,16 @@ def _read_batches(options: TopologyOptions) -> list[list[list[int]]]:
     return [first, *(options.read(steps_after=step) for step in range(1, steps))]
 
 
-def moving_seconds(plan: "Plan", cost: "TransformerCost", cluster: "Cluster") -> float:
+def _moving_seconds(plan: "Plan", width: int, cluster: "Cluster") -> float:
     """Predict the seconds of moving a plan's tokens to their bags and back, in all passes."""
     from bascule.sim.placements import Placement
     from bascule.sim.seconds import NUM_ROUTES, exchange_seconds
 
     routes = NUM_ROUTES // 2 if cluster.passes == FORWARD else NUM_ROUTES
-    cluster = replace(cluster, passes=FORWARD)  # whose exchanges of layers are more than routes
+    cluster = replace(cluster, passes=FORWARD)  # exchanges in bags are another number of passes
     lens = plan.seq_lens
     placed = Placement(plan.topology, plan.source_ranks, lens, lens, plan.bag_of)
-    sent = exchange_seconds(placed, cluster, routes * BYTES_PER_VALUE * cost.d_model).max()
+    sent = exchange_seconds(placed, cluster, routes * BYTES_PER_VALUE * width).max()
     return float(sent + routes * cluster.latency_s * (sent > 0))
 
 
@@ -95,18 +94,19 @@ def report_of(
 ) -> Report:
     """Report a ranking with reasons, beside the batches as loaded; `plans` are on the first."""
     from bascule.plan import metrics
-    from bascule.plan.topology_search import RankedTopology
 
-    moving_s = float(np.mean([moving_seconds(plan, options.cost, cluster) for plan in plans]))
+    moving_s = float(
+        np.mean([_moving_seconds(plan, options.cost.d_model, cluster) for plan in plans])
+    )
     loaded = [plan.unbalanced_loads(options.cost, cluster) for plan in plans]
     loaded_s = float(np.mean([loads.max() for loads in loaded]))
     imbalance = float(np.mean([metrics.imbalance(loads) for loads in loaded]))
-    as_loaded = RankedTopology("as loaded", loaded_s, imbalance, 0.0, ("nothing moves",))
-    first, rows = ranking.rows[0], (as_loaded, *ranking.rows)
+    table = [("as loaded", loaded_s, loaded_s, imbalance, ("nothing moves",))]
+    table += [(x.spec, x.seconds, x.seconds, x.imbalance, x.reasons) for x in ranking.rows]
+    first, names, taken = ranking.rows[0], [row[0] for row in table], [row[1] for row in table]
     total, num_ranks = first.seconds + moving_s, ranking.best.num_ranks
     gain = loaded_s / total if total > 0 else 1.0
-    table = [(row.spec, row.seconds, row.seconds, row.imbalance, row.reasons) for row in rows]
-    scale = Scale.of([row.seconds for row in rows], "s")
+    scale = Scale.of(taken, "s")
     unit = Topology.parse(first.spec).num_ranks
     best = first.spec + (f" (repeated for each {unit} ranks)" if unit < num_ranks else "")
     makes, reasons = f"makes the step {times(gain)} as fast as loaded", "; ".join(first.reasons)
@@ -123,7 +123,6 @@ def report_of(
             Fact("best", "fastest topology", best),
             Fact("seconds", "a step on it takes", first.seconds, seconds),
             Fact("moving", "moving tokens to it and back takes", moving_s, seconds),
-            Fact("as_loaded", "a step as loaded takes", loaded_s, seconds),
             Fact("gain", "predicted speed-up", gain, times),
             Fact("gap", "distance from the optimum, at most", first.gap, percent),
             Fact("candidates", "topologies compared", ranking.num_candidates, number),
@@ -132,8 +131,8 @@ def report_of(
             draw_bars(
                 "Time of a step",
                 f"{seconds(first.seconds)} on {first.spec}, {seconds(loaded_s)} as loaded.",
-                [row.spec for row in rows],
-                {"step": [row.seconds for row in rows]},
+                names,
+                {"step": taken},
                 "s",
             ),
             Rows("Ranking", formats, table, num_shown=options.rows + 1),

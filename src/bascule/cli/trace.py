@@ -27,14 +27,11 @@ class TraceOptions(Outputs):
     """Read the traces that torch.profiler wrote in any trainer, one file a rank.
 
     Attributes:
-        folder: The folder of the .json, .json.gz or .json.zst files, or of such folders; or one
-            file.
-        lens: Read the lengths from this JSONL file, with rows such as {"step": 3, "rank": 0,
-            "lens": [512, 64]}, if the traces do not have them.
-        topology: Predict balancing on these compute bags, such as g2n1; by default each rank
-            computes alone.
-        out: Write the steps into this folder as traces with one clock, for Perfetto and
-            HolisticTraceAnalysis.
+        folder: A folder of .json, .json.gz or .json.zst files, or of such folders; or one file.
+        lens: Read the lengths from this JSONL file, if the traces do not have them. Its rows are
+            such as {"step": 3, "rank": 0, "lens": [512, 64]}.
+        topology: Balance on these compute bags, such as g2n1; by default each rank is alone.
+        out: Write the steps with one clock here, for Perfetto and HolisticTraceAnalysis.
     """
 
     folder: tyro.conf.Positional[Path]
@@ -109,9 +106,10 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
     if worth is None:
         answer += f" What balancing would be worth is not known: {unknown}."
     else:
+        error, under = percent(abs(worth.model_error)), worth.model_error < 0
         answer += (
             f" Balanced on {worth.topology}, steps are predicted to run {times(worth.speedup)} as "
-            f"fast, by a model whose step is {worth.error_in_words}."
+            f"fast; the model {'under' if under else 'over'}estimates the measured step by {error}."
         )
     names = [name for name in _PARTS if name != "waiting" or is_complete]
     means = [getattr(parts, name).mean(axis=0) for name in ("seconds", *names)]
@@ -136,8 +134,7 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
         parts=(
             draw_bars(
                 "Time of a step by rank",
-                f"Averages over {steps}."
-                + (f" Rank {parts.slowest_rank} is the slowest." if is_complete else ""),
+                f"Averages over {steps}.",
                 [f"rank {rank}" for rank in parts.ranks[:_MAX_BARS]],
                 {name: getattr(parts, name).mean(axis=0)[:_MAX_BARS] for name in names[:-1]},
                 "s",
@@ -168,16 +165,10 @@ def _worth_facts(worth: "Worth | None") -> list[Fact]:
     if worth is None:
         return []
     assert worth.cost.fit is not None
-    imbalance, own_plan = "the model's imbalance", worth.as_loaded_s != worth.model_s
     return [
         Fact("speedup", "predicted speed-up", worth.speedup, times),
         Fact("predicted_s", f"a step balanced on {worth.topology}", worth.predicted_s, seconds),
-        *(
-            [Fact("as_loaded_s", "a step as loaded, by the model", worth.as_loaded_s, seconds)]
-            * own_plan
-        ),
-        Fact("model_imbalance", f"{imbalance}, as run", worth.imbalance, number),
-        Fact("balanced_imbalance", f"{imbalance}, balanced", worth.balanced_imbalance, number),
+        Fact("as_loaded_s", "a step as loaded, by the model", worth.as_loaded_s, seconds),
         Fact("fit_error", "error on steps left out of the fit", worth.cost.fit.loo_error, percent),
         Fact("model_error", "error on the average step", worth.model_error, percent),
         Fact("moved_share", "share of tokens that change ranks", worth.moved_share, percent),

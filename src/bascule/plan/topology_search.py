@@ -163,12 +163,11 @@ def _reason(
         forced += lens[taken > decision.makespan].tolist()
     if not forced:
         return f"g{size}: no sequence needs it; it evens out loads"
-    each, rest = divmod(len(forced), len(batches))
-    often = number(each + rest / len(batches) if rest else each)
+    often = number(len(forced) / len(batches))
     lens = " to ".join(f"{length:,}" for length in sorted({min(forced), max(forced)}))
     return (
-        f"g{size}: sequences of {lens} tokens ({often} per batch) "
-        f"would end too late on {smaller} rank{'s' if smaller > 1 else ''}"
+        f"g{size}: sequences of {lens} tokens ({often} per batch) would end too late on {smaller} "
+        f"rank{'s' if smaller > 1 else ''}"
     )
 
 

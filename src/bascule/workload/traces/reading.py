@@ -43,11 +43,6 @@ _ON_TRAINING_THREADS = {"wrapper", "step", "train step", "optimizer"}
 _ENDINGS = (".json", ".json.gz", ".json.zst")
 _MOST_US, _MOST_LASTING_US = 1e17, 1e12
 
-_EXPECTED = (
-    "give the folder into which torch.profiler wrote one .json, .json.gz or .json.zst file per "
-    "rank; docs/traces.md says how to record them"
-)
-
 Event = tuple[Any, float, float]  # a value that depends on the kind; start and end in seconds
 
 
@@ -77,17 +72,15 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
     of the file, or of its folder; a file alone needs none. Returns the ranks in order, and
     sentences on omissions.
     """
-    by_rank, notes = dict[int, list[RankTrace]](), list[str]()
-    for files in _files(Path(path)):
+    by_rank, notes, path = dict[int, list[RankTrace]](), list[str](), Path(path)
+    for files in _files(path):
         for file in () if by_rank else files:
             data = _load(file)
             if data is None:
-                notes.append(
-                    f"{shown(file.name)} was left out: it has no traceEvents, so it is no trace"
-                )
+                notes.append(f"{shown(file.name)} has no traceEvents, so it was left out")
                 continue
             named = _RANK_IN_NAME.search(file.name)
-            if named is None and file.parent != Path(path):
+            if named is None and file.parent != path:
                 named = _RANK_IN_NAME.search(file.parent.name)
             rank = int(named[1]) if named else 0 if len(files) == 1 else None
             try:
@@ -96,7 +89,11 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
                 raise ConfigError(f"{file}: {error}") from None
             by_rank.setdefault(trace.rank, []).append(trace)
     if not by_rank:
-        raise ConfigError(f"{path}: no trace in it: {_EXPECTED}")
+        raise ConfigError(
+            f"{path} {'has no trace' if path.exists() else 'does not exist'}: give the folder with "
+            "one .json, .json.gz or .json.zst file per rank that torch.profiler wrote; "
+            "docs/traces.md shows how to record them"
+        )
     traces = tuple(_join(by_rank[rank]) for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
 
@@ -104,10 +101,8 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
 def _files(path: Path) -> tuple[list[Path], ...]:
     """Return the files of a folder, and the files of folders within, for want of traces in it."""
     try:
-        if not path.exists():
-            raise ConfigError(f"there is no {path}: {_EXPECTED}")
         if not path.is_dir():
-            return ([path],)
+            return ([path] if path.exists() else [],)
         places = path.iterdir(), path.rglob("*/*")
         return tuple(
             sorted(file for file in files if file.name.endswith(_ENDINGS)) for files in places

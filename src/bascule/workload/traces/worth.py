@@ -85,11 +85,6 @@ class Worth:
         """Share by which the model's step as run is longer than measured."""
         return self.model_s / self.measured_s - 1.0
 
-    @property
-    def error_in_words(self) -> str:
-        """The `model_error`, such as "9.70 % too short"."""
-        return f"{percent(abs(self.model_error))} too {'short' if self.model_error < 0 else 'long'}"
-
 
 def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
     """Read lengths from the ranges of `SequenceParallel`, else of loaders, else of the user."""
@@ -173,8 +168,8 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
         raise ConfigError(
-            "the lengths do not explain the measured times, by which a step of the model is "
-            f"{worth.error_in_words}; trace more steps, of more varied lengths, on ranks that "
+            f"the lengths do not explain the times: a model is {percent(worth.model_error)} off "
+            "the measured step; trace more steps, of more varied lengths, on ranks that "
             "nothing else uses"
         )
     return worth
