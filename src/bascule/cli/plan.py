@@ -39,8 +39,7 @@ class PlanOptions(Outputs, BatchOptions):
             By default each rank computes alone, and the answer names a topology that is faster.
         picture: Draw the step before and after balancing into this SVG file.
         wires: Give loads in seconds, with communication, in place of FLOPs; auto always does.
-        inter_gbs: Set the GB per second that a rank sends to other nodes, in place of the
-            profile's.
+        inter_gbs: Replace the profile's GB per second that a rank sends to other nodes.
         locality_tolerance: Let the slowest rank take this share longer (0.01 is 1 %), so that more
             tokens stay where they were loaded; 0 gives up evenness alone.
     """

@@ -1,6 +1,5 @@
 """`bascule topology`: rank topologies by the time that they take for a stream of batches."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +17,7 @@ from bascule.report.page import Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
     from bascule.machine.cluster import Cluster
+    from bascule.machine.costs import TransformerCost
     from bascule.plan.plan import Plan
     from bascule.plan.topology_search import TopologyRanking
 
@@ -31,8 +31,7 @@ class TopologyOptions(Outputs, BatchOptions):
     """Rank the topologies of a cluster for a stream of batches.
 
     Attributes:
-        steps: Rank by this many batches of --data or --manifest; by default 20, fewer with many
-            sequences.
+        steps: Rank for this many batches of --data or --manifest; by default for up to 20.
         rows: Print this many topologies.
         passes: Predict a training step, which recomputes or does not, or a forward pass alone.
     """
@@ -53,10 +52,9 @@ def run(options: TopologyOptions, arguments: list[str]) -> None:
     batches = _read_batches(options)
     passes = passes_of(options.passes, options.hardware())
     cluster = replace(options.machines(len(batches[0])), passes=passes)
-    cost, limits = options.cost, options.limits
     with waiting("comparing topologies"):
-        ranking = suggest_topology(batches, cost, cluster, limits=limits)
-        best = Terms(ranking.best, cost, limits, cluster=cluster)
+        ranking = suggest_topology(batches, options.cost, cluster, limits=options.limits)
+        best = Terms(ranking.best, options.cost, options.limits, cluster=cluster)
         plans = [best.priced(offer_of(batch)).plan() for batch in batches]
     publish(options, report_of(options, ranking, plans, cluster))
 
@@ -73,7 +71,7 @@ def _read_batches(options: TopologyOptions) -> list[list[list[int]]]:
     return [first, *(options.read(steps_after=step) for step in range(1, steps))]
 
 
-def _moving_seconds(plan: "Plan", width: int, cluster: "Cluster") -> float:
+def _moving_seconds(plan: "Plan", cost: "TransformerCost", cluster: "Cluster") -> float:
     """Predict the seconds of moving a plan's tokens to their bags and back, in all passes."""
     from bascule.sim.placements import Placement
     from bascule.sim.seconds import NUM_ROUTES, exchange_seconds
@@ -82,23 +80,19 @@ def _moving_seconds(plan: "Plan", width: int, cluster: "Cluster") -> float:
     cluster = replace(cluster, passes=FORWARD)  # exchanges in bags are another number of passes
     lens = plan.seq_lens
     placed = Placement(plan.topology, plan.source_ranks, lens, lens, plan.bag_of)
-    sent = exchange_seconds(placed, cluster, routes * BYTES_PER_VALUE * width).max()
+    sent = exchange_seconds(placed, cluster, routes * BYTES_PER_VALUE * cost.d_model).max()
     return float(sent + routes * cluster.latency_s * (sent > 0))
 
 
 def report_of(
-    options: TopologyOptions,
-    ranking: "TopologyRanking",
-    plans: "Sequence[Plan]",
-    cluster: "Cluster",
+    options: TopologyOptions, ranking: "TopologyRanking", plans: "list[Plan]", cluster: "Cluster"
 ) -> Report:
     """Report a ranking with reasons, beside the batches as loaded; `plans` are on the first."""
     from bascule.plan import metrics
 
-    moving_s = float(
-        np.mean([_moving_seconds(plan, options.cost.d_model, cluster) for plan in plans])
-    )
-    loaded = [plan.unbalanced_loads(options.cost, cluster) for plan in plans]
+    cost = options.cost
+    moving_s = float(np.mean([_moving_seconds(plan, cost, cluster) for plan in plans]))
+    loaded = [plan.unbalanced_loads(cost, cluster) for plan in plans]
     loaded_s = float(np.mean([loads.max() for loads in loaded]))
     imbalance = float(np.mean([metrics.imbalance(loads) for loads in loaded]))
     table = [("as loaded", loaded_s, loaded_s, imbalance, ("nothing moves",))]

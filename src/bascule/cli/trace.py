@@ -96,13 +96,13 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
     """Report what ranks waited for, and the worth of balancing, or why it is `unknown`."""
     num_steps, num_ranks = parts.seconds.shape
     is_complete = parts.waited is not None
-    steps = counted(num_steps, "step")
     answer = f"{parts.missing}, so how long ranks wait is not known."
     if is_complete:
         answer = f"Ranks wait {percent(parts.waited)} of the time."
         if num_ranks > 1:
-            num_last = int(np.sum(parts.slowest == parts.slowest_rank))
-            answer += f" The slowest is rank {parts.slowest_rank}, in {num_last:,} of {steps}."
+            num_last = np.sum(parts.slowest == parts.slowest_rank)
+            often = f"{num_last:,} of {counted(num_steps, 'step')}"
+            answer += f" The slowest is rank {parts.slowest_rank}, in {often}."
     if worth is None:
         answer += f" What balancing would be worth is not known: {unknown}."
     else:
@@ -134,7 +134,7 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
         parts=(
             draw_bars(
                 "Time of a step by rank",
-                f"Averages over {steps}.",
+                "Averages over the steps.",
                 [f"rank {rank}" for rank in parts.ranks[:_MAX_BARS]],
                 {name: getattr(parts, name).mean(axis=0)[:_MAX_BARS] for name in names[:-1]},
                 "s",
@@ -168,7 +168,6 @@ def _worth_facts(worth: "Worth | None") -> list[Fact]:
     return [
         Fact("speedup", "predicted speed-up", worth.speedup, times),
         Fact("predicted_s", f"a step balanced on {worth.topology}", worth.predicted_s, seconds),
-        Fact("as_loaded_s", "a step as loaded, by the model", worth.as_loaded_s, seconds),
         Fact("fit_error", "error on steps left out of the fit", worth.cost.fit.loo_error, percent),
         Fact("model_error", "error on the average step", worth.model_error, percent),
         Fact("moved_share", "share of tokens that change ranks", worth.moved_share, percent),

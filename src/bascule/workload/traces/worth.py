@@ -62,12 +62,11 @@ class Worth:
         """Sentences on `assumed`; None if the steps determine all coefficients."""
         if not self.assumed:
             return None
+        is_split = bool({"quadratic", "linear"} & set(self.assumed))
         crossover = f": attention dominates above {TYPICAL_CROSSOVER_TOKENS:,} tokens"
         return (
-            f"These lengths are too alike to measure which part of the time is "
-            f"{', '.join(self.assumed)}; assumed"
-            f"{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}. Trace steps of "
-            "more varied lengths."
+            "These lengths are too alike to measure which part of the time is "
+            f"{', '.join(self.assumed)}; assumed{crossover * is_split}. Trace more varied lengths."
         )
 
     @property
@@ -187,7 +186,7 @@ def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
         if computed:
             advice = (
                 f"the traces have steps {steps[0]} to {steps[-1]} of ranks {ranks[0]} to "
-                f"{ranks[-1]}, the lengths are of steps {min(computed)[0]} to "
+                f"{ranks[-1]}, and lengths are given of steps {min(computed)[0]} to "
                 f"{max(computed)[0]}"
             )
         raise ConfigError(f"no step has the lengths of all ranks: {advice}")
