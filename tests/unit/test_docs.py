@@ -58,11 +58,9 @@ def test_the_tests_that_pages_name_are_there_and_guides_name_none() -> None:
         assert not named or ("/" not in page and page != WHOLE), page
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
-def test_lines_of_prose_are_short(page: str) -> None:
-    text = "".join(block.text for block in blocks_of(page))
-    lines = (line for line in (ROOT / page).read_text().splitlines() if line not in text)
-    assert [line for line in lines if len(line) > 130 and line[0] not in "|!`"] == []
+@pytest.mark.parametrize("page", [page for page in PAGES if page == WHOLE or "docs/" in page])
+def test_lines_are_short(page: str) -> None:
+    assert [line for line in (ROOT / page).read_text().splitlines() if len(line) > 130] == []
 
 
 @pytest.mark.parametrize("block", QUOTES, ids=str)
@@ -203,6 +201,6 @@ def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
         ],
         "inference.json": [f"{flux['speedup']['bascule ring']['mean']:.2f}x", f"{best_peer:.2f}x"],
     }.items():
-        (row,) = [row for row in rows if source in row]
-        assert all(text in row for text in texts), f"{row} does not say {texts}"
+        shown = " ".join(row for row in rows if source in row)
+        assert all(text in shown for text in texts), f"{shown} does not say {texts}"
     assert len(runs) >= 3
