@@ -99,7 +99,8 @@ def report_of(
     answer = f"{_limit(plan, cost, cluster)}: {advice}."
     if plan.makespan > 0 and plan.num_ranks > 1:
         predicted = f"this batch is predicted to run {times(speedup)} as fast as it was loaded"
-        answer = f"Balanced on {plan.topology}, {predicted}. {answer}"
+        sentences = f"Balanced on {plan.topology}, {predicted}.", answer
+        answer = " ".join(sentences if speedup >= WORTH else reversed(sentences))
     return Report(
         title=f"One batch on {counted(plan.num_ranks, 'rank')}, topology {plan.topology}",
         answer=answer,
@@ -172,7 +173,7 @@ def _advice(plan: "Plan", options: PlanOptions, machines: "Cluster") -> str:
         best, least = str(auto.topology), auto.makespan
     if least * WORTH <= min(now, before):
         short = best if best.count("+") < _MOST_TERMS else "auto"
-        return f"`--topology {short}` makes the step {times(before / least)} as fast as loaded"
+        return f"--topology {short} makes the step {times(before / least)} as fast as loaded"
     gains = before >= now * WORTH
     if plan.imbalance <= _EVEN:
         return "only fewer tokens or more ranks shorten the step" if gains else "leave it as it is"

@@ -161,14 +161,13 @@ def _reason(
         each = cluster.sequence_seconds(cost, bag, lens)
         taken = (each.compute_s + each.heads_s + each.ring_s) / smaller
         forced += lens[taken > decision.makespan].tolist()
+    ranks = "1 rank" if smaller == 1 else f"{smaller} ranks"
     if not forced:
-        return f"g{size}: no sequence needs it; it evens out loads"
+        return f"g{size}: no sequence needs more than {ranks}; it evens out loads"
     often = number(len(forced) / len(batches))
     lens = " to ".join(f"{length:,}" for length in sorted({min(forced), max(forced)}))
-    return (
-        f"g{size}: sequences of {lens} tokens ({often} per batch) would end too late on {smaller} "
-        f"rank{'s' if smaller > 1 else ''}"
-    )
+    sequences = f"sequences of {lens} tokens ({often} per batch)"
+    return f"g{size}: {sequences} would end too late on {ranks}"
 
 
 def choose_topology(
