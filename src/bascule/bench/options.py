@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, NewFolder, Outputs, Range, RankOptions, flag, refuse
+from bascule.options import LONGEST_S, Group, NewFolder, Outputs, Range, RankOptions, flag, refuse
 from bascule.plan.topology import Topology
 from bascule.train.options import MAX_TOKENS, RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
@@ -31,14 +29,14 @@ class BenchOptions(Outputs, RunOptions):
         peak_tflops: Peak of a rank, of which HFU is a share. Default: of known GPUs, in bfloat16.
     """
 
-    topologies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--topology",))] = ()
+    topologies: Annotated[tuple[str, ...], Group("What to compare")] = ()
     loader: bool = False
     accumulate: Annotated[int, Range(1, 10**4)] = 1
     steps: Annotated[int, Range(1, 10**6)] = 12
     warmup: Annotated[int, Range(0, 10**6)] = 2
-    batch_size: Annotated[int, Range(0, 10**4)] = 2
-    out: Annotated[Path, NewFolder()] = Path("results/bench")
-    peak_tflops: Annotated[float | None, Range(1e-6, 1e12)] = None
+    batch_size: Annotated[int, Range(0, 10**4), Group("Data")] = 2
+    out: Annotated[Path, NewFolder(), Group("Output")] = Path("results/bench")
+    peak_tflops: Annotated[float | None, Range(1e-6, 1e12), Group("Machine")] = None
 
     def check(self, world_size: int) -> tuple[Topology, ...]:
         """Refuse options that do not fit each other or the world; return the topologies."""
@@ -77,8 +75,8 @@ class BenchOptions(Outputs, RunOptions):
         refuse(self, names, "--loader moves samples before they are encoded; leave one of them out")
         if any(int(topology.bag_sizes.max()) > 1 for topology in topologies):
             raise ConfigError(
-                f"--topology {' '.join(self.topologies)}: --loader moves whole samples between "
-                "bags of one rank; leave --topology out"
+                f"--topologies {' '.join(self.topologies)}: --loader moves whole samples between "
+                "bags of one rank; leave --topologies out"
             )
         if topologies[0].num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
@@ -100,7 +98,7 @@ class DoctorOptions(Outputs, RankOptions):
         link_tolerance: By how much of its bandwidth a link may be slower; 0.5 is half of it.
     """
 
-    profile: str | None = None
+    profile: Annotated[str | None, Group("Checks")] = None
     rounds: Annotated[int, Range(1, 10_000)] = 7
     mib: Annotated[int, Range(1, 1024)] = 16
     tolerance: Annotated[float, Range(0.0, 100.0)] = 0.1

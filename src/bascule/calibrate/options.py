@@ -11,7 +11,7 @@ from bascule.checks import shown, whole
 from bascule.errors import ConfigError
 from bascule.machine.calibration import TOKENS, least_points
 from bascule.machine.cluster import HardwareProfile
-from bascule.options import NewFile, Outputs, Range, RankOptions, flag, refuse
+from bascule.options import Group, NewFile, Outputs, Range, RankOptions, flag, refuse
 
 _MOST_TOKENS = 2**24
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
@@ -47,18 +47,18 @@ class CalibrateOptions(Outputs, RankOptions):
         limit: Largest median error at held-out points; 0.25 is 25 %.
     """
 
-    out: Annotated[Path, NewFile()] = Path("profile.json")
+    out: Annotated[Path, NewFile(), Group("Profile")] = Path("profile.json")
     name: str | None = None
-    module: str | None = None
-    lengths: str | None = None
+    module: Annotated[str | None, Group("Block")] = None
+    lengths: Annotated[str | None, Group("Measurement")] = None
     points: Annotated[int, Range(least_points(TOKENS), 100)] = 9
     mib: Annotated[int, Range(1, 1024)] = 16
     rounds: Annotated[int, Range(1, 10_000)] = 9
-    d_model: Annotated[int | None, Range(1, 2**16)] = None
+    d_model: Annotated[int | None, Range(1, 2**16), Group("Block")] = None
     num_heads: Annotated[int | None, Range(1, 2**16)] = None
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
     kernel: str | None = None
-    base: str = "h100-datasheet"
+    base: Annotated[str, Group("Profile")] = "h100-datasheet"
     limit: Annotated[float, Range()] = 0.25
 
     def check(self) -> None:

@@ -1,12 +1,10 @@
 """The command line: imports the module of the command alone, runs it, and reports errors."""
 
 import importlib
-import io
 import os
-import re
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` takes the options
@@ -52,7 +50,9 @@ def _run(arguments: list[str]) -> int | None:
     elif name in ("-h", "--help"):
         print(_usage())
     elif name not in COMMANDS:
-        return _fail(f"there is no command {name!r}; there are {', '.join(COMMANDS)}", 2)
+        near = get_close_matches(name, COMMANDS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        return _fail(f"there is no command {name!r}; {advice}", 2)
     else:
         from bascule.options import check_options
 
@@ -69,24 +69,11 @@ def _run(arguments: list[str]) -> int | None:
 
 def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
     """Return the function of a command, and its options; ConfigError if these are malformed."""
-    import tyro
+    from bascule.cli.parser import read_options
 
-    from bascule.errors import ConfigError
-
-    module = arguments[0].replace("-", "_")
-    command, errors = importlib.import_module(f"bascule.cli.{module}").run, io.StringIO()
-    kind = get_type_hints(command)["options"]
-    try:
-        with redirect_stderr(errors):
-            return command, tyro.cli(kind, prog=f"bascule {arguments[0]}", args=arguments[1:])
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        _, _, box = errors.getvalue().partition("\n")  # without its title
-        text = re.sub(r"\x1b\[[0-9;]*m", "", box)  # without colours and frame
-        text = re.sub(r"[─-╿]|^\||\|$|[-+]{4,}", " ", text, flags=re.MULTILINE)
-        text = re.sub(r" Got errors: .*(?= Argument helptext)", "", " ".join(text.split()))
-        raise ConfigError(text) from None
+    name, *rest = arguments
+    command = importlib.import_module(f"bascule.cli.{name.replace('-', '_')}").run
+    return command, read_options(name, get_type_hints(command)["options"], rest)
 
 
 def _usage() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from bascule.cli.inputs import BatchOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range
+from bascule.options import Group, Outputs, Range
 from bascule.report.charts import draw_bars, draw_lengths
 from bascule.report.page import Fact, Report, Rows, columns
 
@@ -30,7 +30,7 @@ class TopologyOptions(Outputs, BatchOptions):
         passes: Passes to count: a training step, which recomputes or does not, or a forward pass.
     """
 
-    steps: Annotated[int | None, Range(1)] = None
+    steps: Annotated[int | None, Range(1), Group("Ranking")] = None
     rows: Annotated[int, Range(1)] = 10
     passes: Literal["step", "step-without-recompute", "forward"] = "step"
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import tyro
 
 from bascule.errors import ConfigError, PlanError
-from bascule.options import NewFolder, Outputs
+from bascule.options import Group, NewFolder, Outputs
 from bascule.report.charts import draw_bars, draw_lines
 from bascule.report.page import Fact, Report, Rows, columns, ms
 
@@ -33,10 +32,10 @@ class TraceOptions(Outputs):
         out: Folder for the steps as traces with one clock, for Perfetto and HolisticTraceAnalysis.
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, Group("Traces")]
     lens: Path | None = None
     topology: str | None = None
-    out: Annotated[Path | None, NewFolder()] = None
+    out: Annotated[Path | None, NewFolder(), Group("Output")] = None
 
 
 def run(options: TraceOptions, arguments: list[str]) -> None:

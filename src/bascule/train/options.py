@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, Range, RankOptions, refuse
+from bascule.options import LONGEST_S, Group, Range, RankOptions, refuse
 from bascule.workload.options import ManifestOptions
 
 MAX_TOKENS = 2**22  # of a sample, and of a rank in a step
@@ -35,23 +35,23 @@ class RunOptions(RankOptions, ManifestOptions):
         strict: Stop at a photo that cannot be read, instead of skipping it.
     """
 
-    photos: Path | None = None
+    photos: Annotated[Path | None, Group("Data")] = None
     data: str | None = None
     clip_frames: Annotated[int, Range(0, 10**4)] = 16
-    max_tokens: Annotated[int, Range(1, MAX_TOKENS)] = 2048
-    d_model: Annotated[int, Range(1, 2**16)] = 192
+    max_tokens: Annotated[int, Range(1, MAX_TOKENS), Group("Data")] = 2048
+    d_model: Annotated[int, Range(1, 2**16), Group("Model")] = 192
     num_heads: Annotated[int, Range(1, 2**12)] = 6
     num_double: Annotated[int, Range(0, 10**3)] = 1
     num_single: Annotated[int, Range(0, 10**3)] = 3
     vae: str | None = None
     text_encoder: str | None = None
-    checkpoint: bool = False
+    checkpoint: Annotated[bool, Group("Training")] = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     gamma: Annotated[float | None, Range()] = None
     kernel: str | None = None
     lr: Annotated[float, Range(1e-30, 1e6)] = 1e-3
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    strict: bool = False
+    strict: Annotated[bool, Group("Data")] = False
     timeout_s: Annotated[float, Range(1.0, LONGEST_S)] = 120.0
 
     @property
