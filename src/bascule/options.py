@@ -48,8 +48,9 @@ class Outputs:
     """Files for the report of a command.
 
     Attributes:
-        json: Where to write all numbers; - for standard output, with tables on standard error.
-        report: Where to write a page of it all, .html.
+        json: File for all numbers, as JSON. With - they go to standard output, and the tables to
+            standard error.
+        report: File for a page with all tables and charts, .html.
     """
 
     json: Annotated[Path | None, NewFile(), Group("Output")] = None
@@ -61,8 +62,9 @@ class RankOptions:
     """Local ranks of a command.
 
     Attributes:
-        ranks: Local ranks to launch; by default one a GPU, else one a core, two at least.
-        timeout_s: Longest wait of a collective, in seconds.
+        ranks: Local ranks to start. By default one per GPU; without GPUs one per core, at least
+            two.
+        timeout_s: Longest wait for other ranks in a collective, in seconds.
     """
 
     ranks: Annotated[int | None, Range(1, 256), Group("Ranks")] = None

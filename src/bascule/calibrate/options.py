@@ -25,26 +25,30 @@ BY_DEVICE: dict[str, dict[str, Any]] = {  # defaults of options by device type
 class CalibrateOptions(Outputs, RankOptions):
     """Measure this machine, and save a profile that predictions are made from.
 
-    Starts local ranks, of which one alone measures no wires; in a job, start it with torchrun. Exit
-    status 0: saved; 1: a curve misses its held-out points by too much and nothing was saved, or a
-    rank failed; 2: a wrong option.
+    calibrate starts local ranks; one rank alone measures no wires. In a job, start it with
+    torchrun. It exits with 0 if it saved a profile, with 1 if a curve misses its held-out points by
+    more than --limit or a rank failed, and with 2 if an option is wrong.
 
     Attributes:
-        out: The profile, a JSON file.
-        name: Of the profile; that of its file, if not given.
-        module: A block of yours, package.module:function; the function gets a number of tokens,
-            and gives a function or module and its input, or a tuple of inputs. By default the
-            blocks of the packed MM-DiT.
-        lengths: Shortest and longest sequence, in tokens.
-        points: Lengths, spread evenly in their logarithm; every third one is held out to judge by.
-        mib: Largest message, in MiB.
-        rounds: Measured rounds, one after the other; of each time their lower quartile counts.
-        d_model: Width of the block, for which costs count FLOPs.
-        num_heads: Attention heads of the block.
-        dtype: Of parameters and activations of the block.
-        kernel: Attention kernel of the block; the first that runs on the device if not given.
-        base: File or name of the profile that numbers are taken from which are not measured.
-        limit: Largest median error at held-out points; 0.25 is 25 %.
+        out: File for the profile, as JSON.
+        name: Name of the profile. By default, the name of its file.
+        module: A block of yours to measure, package.module:function. The function takes a number of
+            tokens, and returns a function or module and its input, or a tuple of inputs. By
+            default, calibrate measures the blocks of the packed MM-DiT.
+        lengths: Shortest and longest sequence, in tokens. By default 256:32768 on GPUs and 64:4096
+            on CPUs.
+        points: Lengths to measure, spread evenly in their logarithm. Every third one is held out,
+            to check the fitted curve.
+        mib: Size of the largest message, in MiB.
+        rounds: Rounds to measure. The lower quartile of each time counts.
+        d_model: Width of the block, from which its FLOPs are counted. By default 3072 on GPUs and
+            256 on CPUs.
+        num_heads: Attention heads of the block. By default 24 on GPUs and 4 on CPUs.
+        dtype: Data type of the block. By default bfloat16 on GPUs and float32 on CPUs.
+        kernel: Attention kernel of the block. By default, the first one that runs on the device.
+        base: File or name of a profile, for the numbers that calibrate does not measure.
+        limit: Largest median error at the held-out points; 0.25 is 25 %. Above it, nothing is
+            saved.
     """
 
     out: Annotated[Path, NewFile(), Group("Profile")] = Path("profile.json")

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any
 
 COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` takes the options
     "inspect": "Show how the table of a data set is understood, and how long its samples are.",
@@ -71,9 +71,8 @@ def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
     """Return the function of a command, and its options; ConfigError if these are malformed."""
     from bascule.cli.parser import read_options
 
-    name, *rest = arguments
-    command = importlib.import_module(f"bascule.cli.{name.replace('-', '_')}").run
-    return command, read_options(name, get_type_hints(command)["options"], rest)
+    module = importlib.import_module(f"bascule.cli.{arguments[0].replace('-', '_')}")
+    return module.run, read_options(module, arguments)
 
 
 def _usage() -> str:

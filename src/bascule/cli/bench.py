@@ -1,4 +1,4 @@
-"""`bascule bench`: measure what balancing is worth, on local ranks or in a running job."""
+"""`bascule bench --data g2b4i128f1s0 --ranks 2`: measure what balancing is worth."""
 
 import json
 from collections import Counter

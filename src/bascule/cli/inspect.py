@@ -1,4 +1,4 @@
-"""`bascule inspect`: show how the table of a data set is understood, and its lengths."""
+"""`bascule inspect samples.parquet --bucket 1024:64`: show how a table is understood."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Reads the options of a command into their dataclass, and writes `--help` from it, in groups."""
+"""Reads the options of a command into their dataclass, and writes `--help`, in groups.
+
+The example at its end is the line that the docstring of the command's module begins with.
+"""
 
 import argparse
 import inspect
@@ -8,31 +11,28 @@ from dataclasses import MISSING
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from bascule.errors import ConfigError
 from bascule.options import REPEATED, Group, NewFolder, Range, flag, type_and_rules
 
-EXAMPLES = {  # a line of each command that can be tried
-    "inspect": "samples.parquet --bucket 1024:64",
-    "plan": "--lengths 4096,300/512/512,2048 --topology auto",
-    "topology": "--data g16b4i256f1s0,g16b1i1024f1s0",
-    "simulate": "--data g16b4i256f1s0,g8b1i2048f1s0",
-    "simulate-requests": "--mix 512x512@20 1024x1024@28",
-    "sparse": "--model wan2.1 --ranks 8 --layers 2",
-    "trace": "runs/traces --report trace.html",
-    "bench": "--data g2b4i128f1s0 --ranks 2 --report bench.html",
-    "generate": '--prompt "a boat on a lake" --ranks 2',
-    "serve": "--model tiny --ranks 2",
-    "doctor": "--ranks 2 --rounds 3",
-    "calibrate": "--lengths 64:1024 --points 5 --limit 0.5",
-}
-_LAST = "Data", "Table", "Model", "Training", "Machine", "Ranks", "Output"  # after its own groups
+_LAST = (
+    "Data",
+    "Data to tokens",
+    "Model",
+    "Training",
+    "Machine",
+    "Ranks",
+    "Output",
+)  # after its own groups
 
 
-def read_options(command: str, kind: Any, arguments: list[str]) -> Any:
+def read_options(module: ModuleType, arguments: list[str]) -> Any:
     """Return the options of a command; ConfigError if they are malformed. `--help` exits."""
-    values, unknown = _parser(command, kind).parse_known_args(arguments)
+    command, kind = arguments[0], get_type_hints(module.run)["options"]
+    example = (module.__doc__ or "``").split("`")[1]
+    values, unknown = _parser(command, kind, example).parse_known_args(arguments[1:])
     if unknown:
         name, known = unknown[0].partition("=")[0], map(flag, kind.__dataclass_fields__)
         near = get_close_matches(name, known, 1) if name.startswith("-") else []
@@ -42,7 +42,7 @@ def read_options(command: str, kind: Any, arguments: list[str]) -> Any:
     return kind(**vars(values) | lists)
 
 
-def _parser(command: str, kind: Any) -> argparse.ArgumentParser:
+def _parser(command: str, kind: Any, example: str) -> argparse.ArgumentParser:
     hints, defaults = get_type_hints(kind, include_extras=True), kind.__dataclass_fields__
     words, titles = dict[str, str](), dict[str, str]()
     for owner in reversed(kind.__mro__):  # the first class that has a field says its group
@@ -55,10 +55,10 @@ def _parser(command: str, kind: Any) -> argparse.ArgumentParser:
     required = [name.upper() for name in titles if defaults[name].default is MISSING]
     usage = " ".join(["bascule", command, *required, "[OPTIONS]"])
     about = (kind.__doc__ or "").partition("Attributes:")[0]
-    example = f"For example: bascule {command} {EXAMPLES[command]}"
     parser = _Parser(
-        command, usage, about, example, formatter_class=partial(_Formatter, max_help_position=26),
-        argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False,
+        command, usage, about, epilog=f"For example: {example}", add_help=False, allow_abbrev=False,
+        formatter_class=partial(_Formatter, max_help_position=26),
+        argument_default=argparse.SUPPRESS,
     )  # fmt: skip
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     own = [title for title in dict.fromkeys(titles.values()) if title not in _LAST]
@@ -84,7 +84,7 @@ def _settings(name: str, hint: Any, default: Any, words: str) -> dict[str, Any]:
     element, *more = get_args(kind) or (kind,)
     if more and ... not in more:
         return settings | {"choices": get_args(kind), "metavar": "|".join(get_args(kind))}
-    path = "FOLDER" if NewFolder() in rules else "FILE"
+    path = "FOLDER" if NewFolder() in rules else "PATH"
     value = {int: "N", float: "X", Path: path}.get(element, "TEXT")
     if REPEATED in rules:
         settings |= {"action": "append"}

@@ -1,4 +1,4 @@
-"""`bascule plan`: plan one batch, and show who computes what."""
+"""`bascule plan --lengths 4096,300/512/512,2048 --topology auto`: plan one batch."""
 
 import json
 import time

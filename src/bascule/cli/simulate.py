@@ -1,4 +1,4 @@
-"""`bascule simulate`: predict training steps on machines that need not exist."""
+"""`bascule simulate --data g16b4i256f1s0,g8b1i2048f1s0`: predict training steps."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""`bascule simulate-requests`: serve pictures and clips on paper, by several policies."""
+"""`bascule simulate-requests --mix 512x512@20 1024x1024@28`: serve requests on paper."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""`bascule sparse`: what balancing block-sparse attention is worth. A mesh (2, 4) is U4R2."""
+"""`bascule sparse --model wan2.1 --ranks 8 --layers 2`: a mesh (2, 4) is U4R2 here."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""`bascule topology`: rank topologies by the time that they take for a stream of batches."""
+"""`bascule topology --data g16b4i256f1s0,g16b1i1024f1s0`: rank the topologies."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

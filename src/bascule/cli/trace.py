@@ -1,4 +1,4 @@
-"""`bascule trace`: what ranks of a profiled run waited for, and what balancing would be worth."""
+"""`bascule trace runs/traces --report trace.html`: read the traces of a profiled run."""
 
 import json
 from collections.abc import Sequence

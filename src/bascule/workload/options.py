@@ -25,7 +25,7 @@ class TokenOptions:
         skip_bad: Leave out rows that cannot be read.
     """
 
-    model: Annotated[str, Group("Table")] = "flux.1"
+    model: Annotated[str, Group("Data to tokens")] = "flux.1"
     columns: str | None = None
     bucket: str | None = None
     fps: Annotated[float | None, Range(1e-3, 1e4)] = None
