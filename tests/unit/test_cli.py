@@ -303,7 +303,8 @@ def test_the_line_of_a_command_begins_as_its_help(capsys: Console, name: str) ->
 
 def test_the_version_and_a_command_that_is_none(capsys: Console) -> None:
     assert run(capsys, "--version")[:2] == (0, f"bascule {version('bascule')}\n")
-    assert "bascule --version" in run(capsys)[1]
+    text = run(capsys)[1]
+    assert "bascule --version" in text and max(map(len, text.splitlines())) <= 80
     assert "no command 'nonsense'; there are inspect, plan" in sentence(capsys, "nonsense")
     assert "no command 'simlate'; did you mean simulate?" in sentence(capsys, "simlate")
     assert run(capsys, "plan", "--no-such-option")[0] == 2

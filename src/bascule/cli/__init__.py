@@ -8,18 +8,18 @@ from difflib import get_close_matches
 from typing import Any
 
 COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` takes the options
-    "inspect": "Show how the table of a data set is understood, and how long its samples are.",
+    "inspect": "Show how the table of a data set is understood.",
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
-    "simulate": "Predict training steps under topologies, and under what is done today.",
-    "simulate-requests": "Serve requests on paper: which policy, on how many ranks each.",
-    "sparse": "Show how uneven block-sparse attention is on a mesh, and what planning gains.",
-    "trace": "Read the traces that torch.profiler wrote in any trainer, one file a rank.",
-    "bench": "Train on the same batches without and with balancing, and compare.",
-    "generate": "Make images or videos with a pipeline of diffusers, shared by all local ranks.",
-    "serve": "Serve a pipeline of diffusers over HTTP, in OpenAI's form, on all local ranks.",
-    "doctor": "Check the ranks before a run: versions, devices, links, and who computes slowly.",
-    "calibrate": "Measure this machine, and save a profile that predictions are made from.",
+    "simulate": "Predict training steps, balanced and as they are today.",
+    "simulate-requests": "Serve requests on paper: which policy, on how many ranks?",
+    "sparse": "Show how uneven block-sparse attention is on a mesh.",
+    "trace": "Read the traces that torch.profiler wrote, one per rank.",
+    "bench": "Train on the same batches without and with balancing.",
+    "generate": "Make images or videos with a pipeline of diffusers.",
+    "serve": "Serve a pipeline of diffusers over HTTP, in OpenAI's form.",
+    "doctor": "Check the ranks before a run: versions, links and speed.",
+    "calibrate": "Measure this machine, and save a profile for predictions.",
 }
 
 _LONGEST = 1200  # characters of an error
@@ -81,7 +81,7 @@ def _usage() -> str:
         "usage: bascule COMMAND [OPTIONS]\n\n"
         "Give every GPU the same work: plan batches, and measure what balancing is worth.\n\n"
         f"{lines}\n\n"
-        "bascule COMMAND --help lists the options of a command; bascule --version, the version."
+        "bascule COMMAND --help lists its options; bascule --version prints the version."
     )
 
 

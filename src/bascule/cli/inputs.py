@@ -210,13 +210,13 @@ class ClusterOptions(MachineOptions):
     """
 
     ranks_per_node: Annotated[int | None, Group("Machine")] = None
-    memory_gb: float | None = None
+    memory_gb: Annotated[float | None, Group("Limits")] = None
     max_tokens: int | None = None
     kb_per_token: float | None = None
 
     @property
     def limits(self) -> Limits | None:
-        """Limits of a rank, in tokens; None if unlimited."""
+        """Limits, in tokens; None if unlimited."""
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
             refuse(self, ("memory_gb",), "limits nothing without --kb-per-token; give both")

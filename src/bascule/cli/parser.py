@@ -17,15 +17,8 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from bascule.errors import ConfigError
 from bascule.options import REPEATED, Group, NewFolder, Range, flag, type_and_rules
 
-_LAST = (
-    "Data",
-    "Data to tokens",
-    "Model",
-    "Training",
-    "Machine",
-    "Ranks",
-    "Output",
-)  # after its own groups
+# Groups that follow those of a command
+_LAST = "Data", "Data to tokens", "Model", "Training", "Machine", "Limits", "Ranks", "Output"
 
 
 def read_options(module: ModuleType, arguments: list[str]) -> Any:
