@@ -13,7 +13,8 @@ from bascule.errors import ConfigError
 
 STDOUT = Path("-")
 LONGEST_S = 1e7  # longest timeout, in seconds
-REPEATED = "give the option again for each value"  # of a list: `Annotated[.., REPEATED]`
+POSITIONAL = "a value without the name of its option"  # `Annotated[Path, POSITIONAL]`
+REPEATED = "a list whose option is given again for each value"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from bascule.options import Group, Outputs
+from bascule.options import POSITIONAL, Group, Outputs
 from bascule.report.charts import draw_lengths
 from bascule.report.page import Fact, Report, Rows, columns
 from bascule.workload.options import TokenOptions
@@ -27,7 +27,7 @@ class InspectOptions(Outputs, TokenOptions):
         manifest: Table of your samples (.parquet, .csv, .json, .jsonl, .tar, .toml), or a folder.
     """
 
-    manifest: Annotated[Path, Group("Data")]
+    manifest: Annotated[Path, POSITIONAL, Group("Data")]
 
 
 def run(options: InspectOptions, arguments: list[str]) -> None:

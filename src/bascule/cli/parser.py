@@ -5,17 +5,19 @@ The example at its end is the line that the docstring of the command's module be
 
 import argparse
 import inspect
+import os
 import re
 import textwrap
 from dataclasses import MISSING
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from bascule.errors import ConfigError
-from bascule.options import REPEATED, Group, NewFolder, Range, flag, type_and_rules
+from bascule.options import POSITIONAL, REPEATED, Group, NewFolder, Range, flag, type_and_rules
 
 # Groups that follow those of a command
 _LAST = "Data", "Data to tokens", "Model", "Training", "Machine", "Limits", "Ranks", "Output"
@@ -28,6 +30,8 @@ def read_options(module: ModuleType, arguments: list[str]) -> Any:
     values, unknown = _parser(command, kind, example).parse_known_args(arguments[1:])
     if unknown:
         name, known = unknown[0].partition("=")[0], map(flag, kind.__dataclass_fields__)
+        if os.path.exists(name) and "manifest" in kind.__dataclass_fields__:
+            raise ConfigError(f"{name}: give the table of your samples by --manifest {quote(name)}")
         near = get_close_matches(name, known, 1) if name.startswith("-") else []
         advice = f"did you mean {near[0]}?" if near else f"see bascule {command} --help"
         raise ConfigError(f"{name}: there is no such option; {advice}")
@@ -45,8 +49,8 @@ def _parser(command: str, kind: Any, example: str) -> argparse.ArgumentParser:
             rules = type_and_rules(hint)[1]
             title = next((rule.title for rule in rules if isinstance(rule, Group)), title)
             titles.setdefault(name, title)
-    required = [name.upper() for name in titles if defaults[name].default is MISSING]
-    usage = " ".join(["bascule", command, *required, "[OPTIONS]"])
+    first = [name for name in titles if POSITIONAL in type_and_rules(hints[name])[1]]
+    usage = " ".join(["bascule", command, *map(str.upper, first), "[OPTIONS]"])
     about = (kind.__doc__ or "").partition("Attributes:")[0]
     parser = _Parser(
         command, usage, about, epilog=f"For example: {example}", add_help=False, allow_abbrev=False,
@@ -57,9 +61,8 @@ def _parser(command: str, kind: Any, example: str) -> argparse.ArgumentParser:
     own = [title for title in dict.fromkeys(titles.values()) if title not in _LAST]
     groups = {title: parser.add_argument_group(title) for title in (*own, *_LAST)}
     for name, title in titles.items():
-        default, shown = defaults[name].default, words.get(name, "")
-        names = name if default is MISSING else flag(name)
-        groups[title].add_argument(names, **_settings(name, hints[name], default, shown))
+        settings = _settings(name, hints[name], defaults[name].default, words.get(name, ""))
+        groups[title].add_argument(name if name in first else flag(name), **settings)
     return parser
 
 
@@ -84,7 +87,10 @@ def _settings(name: str, hint: Any, default: Any, words: str) -> dict[str, Any]:
     elif more:
         settings |= {"nargs": "*"}
         value = "A B .." if element is str else f"{value} {value} .."
-    return settings | {"type": element, "metavar": name.upper() if default is MISSING else value}
+    elif POSITIONAL in rules:
+        settings |= {} if default is MISSING else {"nargs": "?"}
+        value = name.upper()
+    return settings | {"type": element, "metavar": value}
 
 
 class _Parser(argparse.ArgumentParser):

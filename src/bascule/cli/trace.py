@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from bascule.errors import ConfigError, PlanError
-from bascule.options import Group, NewFolder, Outputs
+from bascule.options import POSITIONAL, Group, NewFolder, Outputs
 from bascule.report.charts import draw_bars, draw_lines
 from bascule.report.page import Fact, Report, Rows, columns, ms
 
@@ -32,7 +32,7 @@ class TraceOptions(Outputs):
         out: Folder for the steps as traces with one clock, for Perfetto and HolisticTraceAnalysis.
     """
 
-    folder: Annotated[Path, Group("Traces")]
+    folder: Annotated[Path, POSITIONAL, Group("Traces")]
     lens: Path | None = None
     topology: str | None = None
     out: Annotated[Path | None, NewFolder(), Group("Output")] = None
