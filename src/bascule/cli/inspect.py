@@ -27,7 +27,7 @@ class InspectOptions(Outputs, TokenOptions):
         manifest: Table of your samples (.parquet, .csv, .json, .jsonl, .tar, .toml), or a folder.
     """
 
-    manifest: Annotated[Path, POSITIONAL, Group("Data")]
+    manifest: Annotated[Path, POSITIONAL, Group("Table")]
 
 
 def run(options: InspectOptions, arguments: list[str]) -> None:

@@ -88,7 +88,7 @@ def _settings(name: str, hint: Any, default: Any, words: str) -> dict[str, Any]:
         settings |= {"nargs": "*"}
         value = "A B .." if element is str else f"{value} {value} .."
     elif POSITIONAL in rules:
-        settings |= {} if default is MISSING else {"nargs": "?"}
+        settings |= {} if default is MISSING else {"nargs": "?", "default": default}
         value = name.upper()
     return settings | {"type": element, "metavar": value}
 
