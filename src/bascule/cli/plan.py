@@ -1,4 +1,4 @@
-"""`bascule plan`: plan one batch, and show who computes what."""
+"""`bascule plan --lengths 4096,300/512/512,2048 --topology auto`: plan one batch."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
 from bascule.errors import PlanError
-from bascule.options import NewFile, Outputs
+from bascule.options import Group, NewFile, Outputs
 from bascule.quantities import Scale, flops, number, percent, seconds, times
 from bascule.report.charts import draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Format, Report, Rows
@@ -44,11 +44,11 @@ class PlanOptions(Outputs, BatchOptions):
             tokens stay where they were loaded; 0 gives up evenness alone.
     """
 
-    topology: str | None = None
-    picture: Annotated[Path | None, NewFile()] = None
+    topology: Annotated[str | None, Group("Plan")] = None
     wires: bool = False
-    inter_gbs: float | None = None
-    locality_tolerance: float | None = None
+    inter_gbs: Annotated[float | None, Group("Machine")] = None
+    locality_tolerance: Annotated[float | None, Group("Plan")] = None
+    picture: Annotated[Path | None, NewFile(), Group("Output")] = None
 
 
 def run(options: PlanOptions, arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`bascule topology`: rank topologies by the time that they take for a stream of batches."""
+"""`bascule topology --data g16b4i256f1s0,g16b1i1024f1s0`: rank the topologies."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,7 +9,7 @@ from bascule.cli.inputs import BatchOptions
 from bascule.cli.plan import WORTH, counted
 from bascule.errors import ConfigError
 from bascule.machine.cluster import BYTES_PER_VALUE, FORWARD
-from bascule.options import Outputs, Range
+from bascule.options import Group, Outputs, Range
 from bascule.plan.topology import Topology
 from bascule.quantities import Scale, number, percent, seconds, times
 from bascule.report.charts import draw_bars, draw_lengths
@@ -36,7 +36,7 @@ class TopologyOptions(Outputs, BatchOptions):
         passes: Predict a training step, which recomputes or does not, or a forward pass alone.
     """
 
-    steps: Annotated[int | None, Range(1)] = None
+    steps: Annotated[int | None, Range(1), Group("Ranking")] = None
     rows: Annotated[int, Range(1)] = 10
     passes: Literal["step", "step-without-recompute", "forward"] = "step"
 

@@ -1,4 +1,4 @@
-"""`bascule trace`: how long the ranks of a profiled run wait, and what balancing would be worth."""
+"""`bascule trace runs/traces --report trace.html`: read the traces of a profiled run."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import tyro
 
 from bascule.cli.plan import counted
 from bascule.errors import ConfigError, PlanError
-from bascule.options import NewFolder, Outputs
+from bascule.options import POSITIONAL, Group, NewFolder, Outputs
 from bascule.quantities import Scale, number, percent, seconds, times
 from bascule.report.charts import draw_bars, draw_lines
 from bascule.report.page import Fact, Format, Report, Rows
@@ -34,10 +33,10 @@ class TraceOptions(Outputs):
         out: Write the steps with one clock here, for Perfetto and HolisticTraceAnalysis.
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, POSITIONAL, Group("Traces")]
     lens: Path | None = None
     topology: str | None = None
-    out: Annotated[Path | None, NewFolder()] = None
+    out: Annotated[Path | None, NewFolder(), Group("Output")] = None
 
 
 def run(options: TraceOptions, arguments: list[str]) -> None:
