@@ -166,8 +166,7 @@ def _reason(
         return f"g{size}: no sequence needs more than {ranks}; it evens out loads"
     often = number(len(forced) / len(batches))
     lens = " to ".join(f"{length:,}" for length in sorted({min(forced), max(forced)}))
-    sequences = f"sequences of {lens} tokens ({often} per batch)"
-    return f"g{size}: {sequences} would end too late on {ranks}"
+    return f"g{size}: sequences of {lens} tokens ({often} per batch) would end too late on {ranks}"
 
 
 def choose_topology(
