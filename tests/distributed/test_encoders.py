@@ -194,7 +194,7 @@ def test_items_stay_where_moving_does_not_pay_and_limits_hold() -> None:
     before = len(groups)
     assert encode().endswith(even := "items moved: imbalance 1.00 instead of 1.50")
     assert len(groups) - before == 1, "one process group can do all"
-    stays = "none of 6 items moved: no plan gains enough over the imbalance of 1.50 as given"
+    stays = "none of 6 items moved: imbalance 1.50 as given; no plan gains enough"
     assert encode(locality_tolerance=0.5) == stays
     assert encode(limits=bascule.Limits(tokens=8)).endswith(even)
     for limits in (bascule.Limits(tokens=7), bascule.Limits(num_bytes=400)):
@@ -263,5 +263,5 @@ def test_an_encoder_and_bags_share_a_step() -> None:
     assert [first, second, carried] == other
     assert first[0].startswith("1 of 4 items moved") and second[0] == first[0]
     said, together, apart = carried
-    assert said.startswith("none of 4 items moved: at the imbalance of 1.65 as given")
+    assert said.startswith("none of 4 items moved: imbalance 1.65 as given")
     assert max(together) == 17.0 and max(apart) >= 22.0  # of 34 together

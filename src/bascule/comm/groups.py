@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.checks import number
 from bascule.comm.failures import Calls, ask, read, watch_of_world
 from bascule.errors import CommError, ConfigError
+from bascule.quantities import seconds
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -370,7 +371,7 @@ def _meet(calls: Calls, timeout_s: float) -> None:
             return
         time.sleep(pause_s := min(2 * pause_s, _PAUSE_S))
     if ask(lambda store: store.add(counted, -1)) < size - 1:
-        raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {timeout_s:g} s")
+        raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {seconds(timeout_s)}")
     ask(lambda store: store.add(counted, 1))  # the last one came just now
 
 

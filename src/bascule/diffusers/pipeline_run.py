@@ -29,6 +29,7 @@ from bascule.encoders.items import table_of
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import ConfigError
 from bascule.machine.costs import PolynomialCost
+from bascule.quantities import seconds
 from bascule.stand_in import Override
 
 _TEXT_ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"
@@ -230,7 +231,7 @@ def phase_lines(times: PhaseTimes | None, shared: Sequence[SharedPart]) -> tuple
     """Describe the phases of the last call: measured seconds, and reports of shared work."""
     lines = list[str]()
     for name in PHASES:
-        facts = [] if times is None else [f"{times.seconds[name]:.3g} s measured"]
+        facts = [] if times is None else [f"{seconds(times.seconds[name])} measured"]
         reports = [part.encoder.last for part in shared if part.phase == name]
         facts += [str(report) for report in reports if report is not None]
         if facts:

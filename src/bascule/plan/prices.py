@@ -20,6 +20,7 @@ from bascule.plan.limits import Limits
 from bascule.plan.offer import Offer
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.topology import Topology
+from bascule.quantities import number
 
 _SLOWEST = 1e-3  # least speed of a rank that is not broken; 1 / _SLOWEST is the highest
 
@@ -50,8 +51,9 @@ class RankState:
             is_legal = ((fast >= _SLOWEST) & (fast <= 1 / _SLOWEST)).all()
             if fast.size != num_ranks or not is_legal:
                 raise ConfigError(
-                    f"speeds={shown(fast.tolist())}: give one from {_SLOWEST} to {1 / _SLOWEST:g} "
-                    f"for each of the {num_ranks} ranks; 1 is the speed that the cost model knows"
+                    f"speeds={shown(fast.tolist())}: give one from {_SLOWEST} to "
+                    f"{number(1 / _SLOWEST)} for each of the {num_ranks} ranks; 1 is the speed "
+                    "that the cost model knows"
                 )
         return cls(carried, fast)
 
