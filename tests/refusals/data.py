@@ -121,7 +121,7 @@ CASES = [
     ("other samples", deals([0, 2, 9, 1, 5], [1, 2, 8, 1, 5]), ("(9, 1, 5) and (8, 1, 5)",)),
     ("one sampler", deals([0, 2, 9, 1, 5], [0] * 5), ("(9, 1, 5) and (0, 0, 0)",)),
     ("no tokens of a pack", partial(Pack, 0), ("Pack(tokens=0)", "at least 1")),
-    ("a pack beyond int32", partial(Pack, 2**31), ("at most 2147483647",)),
+    ("a pack beyond int32", partial(Pack, 2**31), ("at most 2,147,483,647",)),
     ("no fields", partial(Pack, 4, token_fields=()), ("one or more different names",)),
     ("a field twice", partial(Pack, 4, token_fields=("a", "a")), ("different names",)),
     ("a made field", partial(Pack, 4, token_fields=("positions",)), ("what make_pack makes",)),

@@ -90,7 +90,7 @@ def test_a_bad_fit_is_refused_with_its_numbers() -> None:
     (told,) = refused_of(coefficients=(1e-4, 0.0, 3e-11), seconds=1e-4 + 3e-11 * np.square(LENS))
     assert "do not grow" in told
     (told,) = refused_of(coefficients=(1e-4, 2e-7, 0.0), seconds=1e-4 + 2e-7 * np.array(LENS))
-    assert "attention is lost in the noise" in told
+    assert "attention cannot be told from noise" in told
 
 
 def test_gamma_and_passes_are_those_that_were_measured() -> None:
