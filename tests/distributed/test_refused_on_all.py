@@ -288,7 +288,7 @@ def both(**wrong: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return wrong, wrong
 
 
-ENDED = ("this iteration was ended by close(), or by another iteration",)
+ENDED = ("another iteration of the same loader, ended this iteration",)
 MASK = ("rank 1", "give a bool tensor of (4,) on the host")
 Row = tuple[Any, ...]
 """The call, its arguments on both ranks, and words of the error."""
@@ -377,7 +377,7 @@ WRONG: dict[str, Row] = {
     "loader: no samples": (loaded, both(samples=[[{"id": 1}]] * 3), 'a dict without "input_ids"'),
     "loader: two at once": (two_at_once, both(), *ENDED),
     "loader: closed within": (closed_within, both(), *ENDED),
-    "loader: loaded within": (loaded_within, both(), "close the loader first"),
+    "loader: loaded within": (loaded_within, both(), "call close() of the loader first"),
     "bad input": (agreed, two("error", None, ConfigError("one")), "one"),
     "no plan": (agreed, two("error", None, PlanError("one")), "one"),
 }

@@ -159,8 +159,8 @@ def _latencies(
         )
     if not (_is_time(tokens) & _is_time(latency)).all():
         raise ConfigError(
-            f"{what}: lengths and seconds must be finite, above 0 and at most {written(MAX_NUMBER)}: "
-            "leave the measurement out"
+            f"{what}: lengths and seconds must be positive and finite, at most "
+            f"{written(MAX_NUMBER)}: leave the measurement out"
         )
     return tokens, latency
 
