@@ -7,6 +7,7 @@ read JSON, which has all digits.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 _PREFIXES = tuple((10.0 ** (3 * power), prefix) for power, prefix in enumerate(" KMGTPE"))
 _TIMES = (
@@ -64,7 +65,7 @@ def number(value: float | None) -> str:
     if 0 < abs(value) < _SMALLEST or abs(value) >= _LARGEST:
         digits, exponent = f"{value:.1e}".split("e")
         return f"{digits} x 10{str(int(exponent)).translate(_EXPONENTS)}"
-    is_whole = value == 0 or isinstance(value, int)
+    is_whole = value == 0 or isinstance(value, Integral)
     return f"{value:,.{0 if is_whole else _decimals(value)}f}"
 
 

@@ -111,5 +111,5 @@ def test_phases_are_measured_and_explained() -> None:
     assert (times.num_steps, times.num_passes) == (2, 4)
     guidance = "guidance: 2 groups of ranks share branches and samples; this rank sent 0.0"
     assert any(line.startswith(guidance) for line in lines)
-    assert any(line.startswith("denoise: ") and " s measured" in line for line in lines)
+    assert any(line.startswith("denoise: ") and "s measured" in line for line in lines)
     assert any(line.startswith("decode: ") and "items" in line for line in lines)

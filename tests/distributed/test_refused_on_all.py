@@ -377,7 +377,7 @@ WRONG: dict[str, Row] = {
     "loader: no samples": (loaded, both(samples=[[{"id": 1}]] * 3), 'a dict without "input_ids"'),
     "loader: two at once": (two_at_once, both(), *ENDED),
     "loader: closed within": (closed_within, both(), *ENDED),
-    "loader: loaded within": (loaded_within, both(), "call close() of the loader first"),
+    "loader: loaded within": (loaded_within, both(), "call loader.close() first"),
     "bad input": (agreed, two("error", None, ConfigError("one")), "one"),
     "no plan": (agreed, two("error", None, PlanError("one")), "one"),
 }

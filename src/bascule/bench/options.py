@@ -88,8 +88,8 @@ class BenchOptions(Outputs, RunOptions):
 class DoctorOptions(Outputs, RankOptions):
     """Check the ranks before a run: versions, devices, links, and who computes slowly.
 
-    Starts local ranks; in a job, start it with torchrun. Exit status 0: nothing was found; 1:
-    something was, or a rank failed; 2: a wrong option.
+    Starts local ranks; in a job, start it with torchrun. Exit status 0: all checks passed; 1:
+    a check did not, or a rank failed; 2: a wrong option.
 
     Attributes:
         profile: File of a hardware profile, or h100-datasheet, whose rates the ranks and the links

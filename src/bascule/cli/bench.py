@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bascule.bench.options import BenchOptions
-from bascule.quantities import (
-    Scale,
-    amount,
-    count,
-    num_bytes,
-    number,
-    percent,
-    seconds,
-    times,
-)
+from bascule.quantities import Scale, amount, count, num_bytes, number, percent, seconds, times
 from bascule.report.charts import draw_lines
 from bascule.report.page import Fact, Report, Rows, columns
 
@@ -72,10 +63,8 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
 
 def _backups(*paths: Path) -> list[Path]:
     """Return names for an earlier run's files: summary.1.json, or with the next free number."""
-    numbered = (
-        [path.with_suffix(f".{n}{path.suffix}") for path in paths] for n in itertools.count(1)
-    )
-    return next(backups for backups in numbered if not any(path.exists() for path in backups))
+    names = ([path.with_suffix(f".{n}{path.suffix}") for path in paths] for n in itertools.count(1))
+    return next(backups for backups in names if not any(path.exists() for path in backups))
 
 
 def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report:
@@ -123,10 +112,7 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
     if len(topologies) > 1:
         answer = f"{best} was the fastest of {len(topologies)} topologies. {answer}"
     if is_same:
-        answer, gains = (
-            "Nothing was moved: both runs did the same and differ only by noise.",
-            (),
-        )
+        answer, gains = "Nothing was moved: both runs did the same and differ by noise.", ()
     return Report(
         title=f"{ranks}, {way}, {count(len(steps_of[best]), 'step')}",
         answer=answer,

@@ -128,8 +128,8 @@ class World:
         numbered = self._numbered.get(number)
         if numbered is None:
             raise CommError(
-                "this compiled backward pass has lost its step: two plans were made since, or the "
-                "process group was destroyed: keep a reference to it until its backward pass"
+                "a compiled backward pass lost its step: more than two plans came later, or the "
+                "process group was destroyed: keep a reference to the step until backward is done"
             )
         return numbered
 

@@ -132,9 +132,8 @@ class Progress:
             )
         if its_deal != tuple(deal):
             raise ConfigError(
-                f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, but the state "
-                f"{its_deal} (zeros: no ResumableSampler), so samples would be "
-                "lost or repeated: give the same"
+                f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, the state "
+                f"{its_deal} (zeros: no ResumableSampler): give the same, or samples would be lost"
             )
         return cls(epoch, step, tuple(history), saved=saved)
 
@@ -570,7 +569,5 @@ class BalancedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a state; on another number of ranks, with a `ResumableSampler`."""
         if self._prefetcher is not None:
-            raise ConfigError(
-                "load_state_dict during an iteration: call close() of the loader first"
-            )
+            raise ConfigError("load_state_dict during an iteration: call loader.close() first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)

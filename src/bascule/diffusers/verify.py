@@ -73,8 +73,8 @@ class Verification:
 
     def __str__(self) -> str:
         errors, first = self.errors, self.first_difference
-        worst, most = number(max(errors.values())), number(self.tolerance)
-        worst = f"largest relative error {worst}, tolerance {most}"
+        largest, most = number(max(errors.values())), number(self.tolerance)
+        worst = f"largest relative error {largest}, tolerance {most}"
         if first is None:
             return f"the mesh agrees with one process: {worst}"
         where = f"{first} ({number(errors[first])})"

@@ -51,9 +51,8 @@ class RankState:
             is_legal = ((fast >= _SLOWEST) & (fast <= 1 / _SLOWEST)).all()
             if fast.size != num_ranks or not is_legal:
                 raise ConfigError(
-                    f"speeds={shown(fast.tolist())}: give one from {_SLOWEST} to "
-                    f"{number(1 / _SLOWEST)} for each of the {num_ranks} ranks; 1 is the speed "
-                    "that the cost model knows"
+                    f"speeds={shown(fast.tolist())}: give one for each of the {num_ranks} ranks, "
+                    f"{_SLOWEST} to {number(1 / _SLOWEST)}, where 1 is the cost model's speed"
                 )
         return cls(carried, fast)
 

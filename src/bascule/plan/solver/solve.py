@@ -99,8 +99,7 @@ def _speeds(num_bins: int | None, speeds: ArrayLike | None) -> Floats:
     if not 1.0 / MAX_NUMBER <= speed.min() <= speed.max() <= MAX_NUMBER:
         raise ConfigError(
             f"speeds from {written(speed.min())} to {written(speed.max())}: leave out "
-            "bins that do no work, and use a unit in which speeds are from "
-            f"{written(1 / MAX_NUMBER)} to {written(MAX_NUMBER)}"
+            f"bins without work; speeds go from {written(1 / MAX_NUMBER)} to {written(MAX_NUMBER)}"
         )
     return speed
 
