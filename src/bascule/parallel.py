@@ -205,7 +205,9 @@ class SequenceParallel:
             if topology != "auto":
                 self.topology = Topology.parse(topology, world_size=len(ranks))
             elif cluster is None:
-                raise ConfigError('topology "auto" needs the speed of wires: give a cluster')
+                raise ConfigError(
+                    'topology "auto" needs a cluster, for the speed of wires: give one'
+                )
             if cluster is not None:
                 cluster.check_world(len(ranks))
             settings = self._terms_now()[1]
