@@ -82,7 +82,11 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
     ("model", "plan", "said"),
     [
         (Model(), PLAN, "no attention of diffusers"),
-        (Model(Block("attn"), refiner=Block("attn")), PLAN, "what attn of refiner.0 attend to"),
+        (
+            Model(Block("attn"), refiner=Block("attn")),
+            PLAN,
+            "which tokens attn of refiner.0 attend to",
+        ),
         (Model(Block("attn1", "attn2", "attn3")), PLAN, "attn1, attn2, attn3 of blocks.0"),
         (Model(Blind("attn1", "attn2")), PLAN, "what blocks.0.attn2 attends to"),
         (Model(Block("attn1", "attn2"), Block("attn")), PLAN, "some of its blocks attend"),

@@ -227,8 +227,8 @@ def explain(
             raise ConfigError(f"explain: {reason}: leave out profile")
         if run is None:
             raise ConfigError(
-                "explain(profile=..) counts a pass of its own: give it the inputs of the model, or "
-                "the pipeline and its arguments"
+                "explain(profile=..) runs the model once: give it the model's inputs, or the "
+                "pipeline and its arguments"
             )
         profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         works = count_work(split, run)
@@ -236,7 +236,7 @@ def explain(
         raise ConfigError("explain: inputs and ranks_per_node are for seconds: give a profile")
     last = split.last
     if last is None:
-        raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
+        raise ConfigError("explain: run the model once, not compiled, to set the lengths")
     ring, ulysses = last.degrees
     explanation = partial(
         Explanation,

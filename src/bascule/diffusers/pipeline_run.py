@@ -78,8 +78,8 @@ def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
         return vae
     if for_vae == "first":
         raise ConfigError(
-            f"parallelize(.., vae='first'): a {type(vae).__name__} without tiling decodes whole "
-            "images on every rank: call pipeline.vae.enable_tiling() before parallelize"
+            f"parallelize(.., vae='first'): a {type(vae).__name__} without tiling makes every "
+            "rank decode whole images: call pipeline.vae.enable_tiling() before parallelize"
         )
     return None
 
@@ -92,8 +92,8 @@ def _shared_text_encoders(pipeline: Any, for_texts: str) -> list[nn.Module]:
     for module in modules:
         if table_of(module).length is None:
             raise ConfigError(
-                f"parallelize(.., text_encoders='all'): it is not known how a "
-                f"{type(module).__name__} holds prompts; use text_encoders='own'"
+                f"parallelize(.., text_encoders='all'): bascule does not know how a "
+                f"{type(module).__name__} holds prompts: use text_encoders='own'"
             )
     return modules
 

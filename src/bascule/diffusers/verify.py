@@ -244,7 +244,7 @@ def _name_of(split: SplitModel, block: str, place: int) -> str:
 def _tolerance_of(dtype: torch.dtype) -> float:
     if dtype not in _TOLERANCES:
         raise ConfigError(
-            f"verify: the model returns {dtype}, and errors are known of {list(_TOLERANCES)}"
+            f"verify: the model returns {dtype}; tolerances exist for {list(_TOLERANCES)}"
         )
     return _TOLERANCES[dtype]
 
