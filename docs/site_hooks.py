@@ -1,4 +1,4 @@
-"""Pages of the site that are made from files of the project: gallery, benchmarks, public names."""
+"""Pages of the site that are made from files of the project: gallery, benchmarks, tests, names."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ _OWN = ("bascule/errors.py", "bascule/peers.py", "bascule/plugins/[!_]*.py")  # 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
-    made = {"benchmarks.md": benchmarks_page(), "api.md": api_page()}
+    made = {"benchmarks.md": benchmarks_page(), "proven.md": proven_page(), "api.md": api_page()}
     made |= {f"gallery/{path.stem}.md": gallery_page(path) for path in examples()}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
@@ -90,6 +90,18 @@ def _first_line(module: ast.Module, result: str) -> str:
         if isinstance(node, ast.FunctionDef) and f"{node.name}.json" == result:
             return (ast.get_docstring(node) or "").partition("\n")[0]
     return ""
+
+
+def proven_page() -> str:
+    """Every file of tests, with the first line of its docstring: what it proves."""
+    lines = ["# What is proven", "", "`make test` and `make nightly` run these files."]
+    for folder in ("distributed", "peers", "unit", "plugins", "gpu"):
+        lines += ["", f"## tests/{folder}", "", "| what | file |", "|---|---|"]
+        for path in sorted((ROOT / "tests" / folder).glob("test_*.py")):
+            told = ast.get_docstring(ast.parse(path.read_text())) or ""
+            what = " ".join(told.partition("\n\n")[0].split())
+            lines.append(f"| {what} | `{path.name}` |")
+    return "\n".join([*lines, ""])
 
 
 def api_page() -> str:

@@ -1,10 +1,11 @@
 """Options of commands as dataclasses: annotations of their fields, and a check of all of them."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, cast, get_args, get_type_hints
 
 from bascule.checks import MAX_NUMBER, MAX_WHOLE, number, whole
@@ -12,6 +13,8 @@ from bascule.errors import ConfigError
 
 STDOUT = Path("-")
 LONGEST_S = 1e7  # longest timeout, in seconds
+POSITIONAL = "a value without the name of its option"  # `Annotated[Path, POSITIONAL]`
+REPEATED = "a list whose option is given again for each value"
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,24 @@ class NewFolder:
     """A folder that a command makes, with those above it: `Annotated[Path, NewFolder()]`."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Where a group of `--help` begins; it ends with its class: `Annotated[str, Group("Data")]`."""
+
+    title: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
     """Files for the report of a command.
 
     Attributes:
-        json: Where to write all numbers; - for standard output, with tables on standard error.
-        report: Where to write a page of it all, .html.
+        json: File for all numbers, as JSON. With - they go to standard output, and the tables to
+            standard error.
+        report: File for a page with all tables and charts, .html.
     """
 
-    json: Annotated[Path | None, NewFile()] = None
+    json: Annotated[Path | None, NewFile(), Group("Output")] = None
     report: Annotated[Path | None, NewFile(".html")] = None
 
 
@@ -52,24 +63,27 @@ class RankOptions:
     """Local ranks of a command.
 
     Attributes:
-        ranks: Local ranks to launch; by default one a GPU, else one a core, two at least.
-        timeout_s: Longest wait of a collective, in seconds.
+        ranks: Local ranks to start. By default one per GPU; without GPUs one per core, at least
+            two.
+        timeout_s: Longest wait for other ranks in a collective, in seconds.
     """
 
-    ranks: Annotated[int | None, Range(1, 256)] = None
+    ranks: Annotated[int | None, Range(1, 256), Group("Ranks")] = None
     timeout_s: Annotated[float, Range(1.0, LONGEST_S)] = 600.0
 
 
 def check_options(options: Any) -> None:
     """Refuse fields of a dataclass that are out of range, and files that cannot be written."""
     files: dict[str, str] = {}
-    for name, value, rules, is_whole in _fields(options):
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        value: Any = getattr(options, name)
+        kind, rules = type_and_rules(hint)
         for rule in rules if value not in (None, STDOUT) else ():
             if isinstance(rule, NewFile):
                 check_file(flag(name), cast(Path, value), rule.suffix)
             elif isinstance(rule, NewFolder):
                 _check_folder(flag(name), cast(Path, value))
-            elif isinstance(rule, Range) and is_whole:
+            elif isinstance(rule, Range) and kind is int:
                 whole(flag(name), value, int(rule.least), int(rule.most or MAX_WHOLE))
             elif isinstance(rule, Range):
                 number(flag(name), value, rule.least, rule.most or MAX_NUMBER)
@@ -115,8 +129,8 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _fields(options: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
-    """Yield name, value and annotations of each field, and whether it is an integer."""
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
-        kind, *rules = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-        yield name, getattr(options, name), tuple(rules), int in (kind, *get_args(kind))
+def type_and_rules(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the type of a field, without None, and its annotations."""
+    kind, *rules = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+    kinds = [part for part in get_args(kind) if part is not NoneType]
+    return kinds[0] if NoneType in get_args(kind) else kind, tuple(rules)

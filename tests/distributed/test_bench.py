@@ -55,7 +55,7 @@ def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> Non
     "options", [("--checkpoint",), *(pytest.param(o, marks=pytest.mark.stress) for o in ((), BF16))]
 )
 def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str, ...]) -> None:
-    some = ("--data", "g1b0i64f1s0,g1b3i128f1s0", "--topology", "g2n1", "--steps", "2")
+    some = ("--data", "g1b0i64f1s0,g1b3i128f1s0", "--topologies", "g2n1", "--steps", "2")
     done, result, steps = benched(tmp_path, *some, *options)
     assert result["balanced"]["wir"] == pytest.approx(1.0)
     assert result["unbalanced"]["imbalance"] == pytest.approx(2.0)

@@ -83,10 +83,10 @@ def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--loader", "--topology", "g2n1"), "--topology g2n1"),
+        (("--loader", "--topologies", "g2n1"), "--topologies g2n1"),
         (
             ("--loader", "--topologies", "g1n2", "g2n1"),
-            "--topology g1n2 g2n1: --loader moves whole",
+            "--topologies g1n2 g2n1: --loader moves whole",
         ),
         (("--accumulate", "2"), "--accumulate 2: only with --loader"),
         (("--loader", "--data", "g2b0i64f1s0"), "no rank loads a sample"),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bascule import TransformerCost
 from tests.helpers.encoder_cases import batch_of, text_encoder
@@ -79,52 +78,6 @@ def _language_model() -> nn.Module:
 def _texts(num: int) -> list[Names]:
     lens = torch.randint(2, 60, (num,), generator=torch.Generator().manual_seed(1)).tolist()
     return [{"input_ids": torch.arange(n) % 32, "labels": torch.arange(n) % 32} for n in lens]
-
-
-# --- README.md
-
-
-def _readme(folder: str) -> Names:
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader
-
-    from bascule.data import collate_padded
-
-    mesh = init_device_mesh("cpu", (2,))
-    random = torch.Generator().manual_seed(dist.get_rank())
-    to_heads = nn.Linear(64, 3 * 64)
-
-    def model(x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-        q, k, v = to_heads(x).unflatten(-1, (3, 4, 16)).unbind(1)
-        return attend(q, k, v).flatten(1)
-
-    lens = [[300, 20], [40]] if dist.get_rank() else [[10], [5, 6, 7]]
-    samples = [[torch.randn(n, 64, generator=random) for n in step] for step in lens]
-    texts = _texts(12)[dist.get_rank() :: 2]
-    pipeline = _pipeline()
-    return (
-        pipeline
-        | {
-            "mesh": mesh,
-            "batches": [(list(map(len, step)), *[torch.cat(step)] * 2) for step in samples],
-            "model": model,
-            "to_heads": to_heads,
-            "data_loader": DataLoader(texts, batch_size=2, collate_fn=collate_padded),  # pyright: ignore
-            "language_model": DistributedDataParallel(_language_model()),
-            "num_labels": lambda sample: int((sample["labels"][1:] != -100).sum()),
-            "prompt": _short(pipeline["prompt"]),
-        }
-    )
-
-
-def _check_readme(left: Names) -> None:
-    plan = left["step"].plan
-    assert plan.num_ranks == 2 and left["step"].number == 2
-    assert left["loss"].isfinite() and left["to_heads"].weight.grad.abs().sum() > 0
-    assert left["loader"].metrics()["steps"] == 3
-    left["prompt"]["generator"].manual_seed(1)
-    alone = left["pipeline"](**left["prompt"]).images
-    assert difference(left["images"], alone) < 1e-5
 
 
 # --- docs/data_loader.md
@@ -286,7 +239,6 @@ def _check_sparse(left: Names) -> None:
 
 
 WORLDS = {
-    "README.md": World(_readme, _check_readme),
     "docs/context_parallel.md": World(_nothing, _check_attention),
     "docs/data_loader.md": World(_loader, _check_loader),
     "docs/encoders.md": World(_encoders, _check_encoders),

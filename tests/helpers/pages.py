@@ -18,8 +18,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 )
+WHOLE = "README.md"
+"""The page whose blocks are whole programs, which torchrun starts on two ranks."""
+
+SAVED = "part.py"
+"""The file in which a reader saves such a block."""
+
 ON_RANKS = (
-    "README.md",
     "docs/context_parallel.md",
     "docs/data_loader.md",
     "docs/encoders.md",

@@ -55,7 +55,6 @@ _PRELOAD = [
     "tests.helpers.inference_cases",
     "tests.helpers.pipeline_cases",
     "tests.helpers.serving",
-    "tyro",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.trainer",
 ]

@@ -95,7 +95,7 @@ def test_the_advice_is_one_that_can_be_followed(is_loader: bool) -> None:
     loader |= {"reasons": {"balanced": 4, "tie": 1}, "applied_steps": 4}
     more: dict[str, Any] = {"loader": loader} if is_loader else {}
     notes = reported(binding=1, **more).notes
-    assert ("not --loader" in notes[-1]) is is_loader and "--topology" in notes[-1]
+    assert ("not --loader" in notes[-1]) is is_loader and "--topologies" in notes[-1]
     assert any("samples moved in 4 of 5 steps (others: 1 tie)" in one for one in notes) is is_loader
 
 

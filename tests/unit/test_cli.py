@@ -2,10 +2,11 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,20 @@ from bascule.cli.inputs import ClusterOptions, InputOptions
 from bascule.cli.plan import PlanOptions
 from bascule.errors import ConfigError
 from bascule.machine.cluster import HardwareProfile
+from bascule.options import check_options
 from bascule.plan.limits import Limits
 from bascule.workload import save_masks
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.tokens import MODELS
-from tests.helpers.cli import Console, check_golden, modules_imported_by, refused, run, sentence
+from tests.helpers.cli import (
+    Console,
+    check_golden,
+    modules_imported_by,
+    options_of,
+    refused,
+    run,
+    sentence,
+)
 from tests.helpers.sparse_studies import drifting
 from tests.helpers.trace_cases import Run
 
@@ -251,8 +261,26 @@ def test_files_that_could_not_be_written_are_refused_before_any_work(
 def test_help_imports_the_command_alone(name: str) -> None:
     modules = modules_imported_by("-m", "bascule.cli", name, "--help")
     assert "bascule.options" in modules  # -X importtime does not see the command itself
-    assert not modules & {"torch", "scipy", "plotly", "rich", "transformers", "diffusers"}
+    assert not modules & {"torch", "scipy", "tyro", "plotly", "rich", "transformers", "diffusers"}
     assert sum(module.split(".")[0] == "bascule" for module in modules) < 39
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_each_option_once_in_groups_and_an_example(
+    capsys: Console, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, text, _ = run(capsys, name, "--help")
+    assert code == 0 and max(map(len, text.splitlines())) < 80
+    assert not re.search(r"None|\{\w|\bdefault\b.*\(default", text)
+    usage, _, *groups, example = text.strip().split("\n\n")
+    assert all(re.match(r"[A-Z][a-z ]+:\n  [-A-Z]", group) for group in groups)
+    listed = re.findall(r"^  (?:--)?(\S+)", "\n".join(groups), re.MULTILINE)
+    names = [field.name.replace("_", "-") for field in fields(options_of(name))]
+    assert sorted(option.lower() for option in listed) == sorted(names)
+    words = shlex.split(example.removeprefix("For example: bascule "))
+    assert words[0] == name and usage.startswith(f"usage: bascule {name} ")
+    check_options(parse(words)[1])
 
 
 def test_planning_on_the_command_line_needs_no_torch() -> None:
@@ -275,8 +303,10 @@ def test_the_line_of_a_command_begins_as_its_help(capsys: Console, name: str) ->
 
 def test_the_version_and_a_command_that_is_none(capsys: Console) -> None:
     assert run(capsys, "--version")[:2] == (0, f"bascule {version('bascule')}\n")
-    assert "bascule --version" in run(capsys)[1]
+    text = run(capsys)[1]
+    assert "bascule --version" in text and max(map(len, text.splitlines())) <= 80
     assert "no command 'nonsense'; there are inspect, plan" in sentence(capsys, "nonsense")
+    assert "no command 'simlate'; did you mean simulate?" in sentence(capsys, "simlate")
     assert run(capsys, "plan", "--no-such-option")[0] == 2
 
 
@@ -348,7 +378,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("bench --data g3b1i256f1s0 --ranks 2", "3"),
         (f"{CODES} --steps 0", "--steps 0"),
         (f"{CODES} --ranks 1 --num-heads 7", "--num-heads 7"),
-        (f"{CODES} --ranks 2 --topology g3n1", "g3n1"),
+        (f"{CODES} --ranks 2 --topology g3n1", "did you mean --topologies?"),
         (f"{CODES} --ranks 2 --topologies g1n2 g3n1", "units of 3 ranks, which do not fill"),
         (f"{CODES} --ranks 2 --topologies g2n1 none", "topology 'none': write gGnN"),
         (f"{CODES} --ranks 4 --topologies g2n1 g4n1 g2n2", "g2n2 has the bags of g2n1; leave one"),
@@ -433,9 +463,14 @@ CODES = "bench --data g1b1i256f1s0"
         ("serve --model tiny --keep-gb -1", "--keep-gb -1.0: must be"),
         ("bench --data g1b1i16f1s0 --ranks 1 --clip-frames 3", "--clip-frames 3: only photos"),
         # What the parser refuses is one sentence, too
-        (f"{PLAN} --rnaks 3", "Unrecognized options: --rnaks, 3 Perhaps you meant: --ranks"),
-        (f"{PLAN} --ranks x", "could be instantiated from ['x']. Argument helptext: --ranks"),
-        ("plan --lengths", "Missing value for argument '--lengths'"),
+        (f"{PLAN} --rnaks 3", "--rnaks: there is no such option; did you mean --ranks?"),
+        (f"{PLAN} --rank=3", "--rank: there is no such option; did you mean --ranks?"),
+        (f"{PLAN} more", "more: there is no such option; see bascule plan --help"),
+        (f"{PLAN} --ranks x", "--ranks: give a whole number, not 'x'"),
+        (f"{PLAN} --gamma x", "--gamma: give a number, not 'x'"),
+        ("plan --lengths", "--lengths: give a value"),
+        ("trace", "the following arguments are required: FOLDER"),
+        ("bench --dtype x", "--dtype: invalid choice: 'x' (choose from"),
         # Folders, before ranks
         *(
             (f"{line} {path}", f"{line.split()[-1]} {path}: {said}")

@@ -1,3 +1,5 @@
+"""Imbalance and WIR of loads, by hand."""
+
 import math
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Packs and padded batches: every token of every sample is in its place, and comes back."""
+
 from functools import partial
 from typing import Any
 

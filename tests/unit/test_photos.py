@@ -1,3 +1,5 @@
+"""Folders of photos and clips: read as they are, and what cannot be read is named."""
+
 import json
 import logging
 import struct

@@ -24,7 +24,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, "\n".join(
         line for line in built.stderr.splitlines() if "INFO" not in line
     )
-    for page in ("index", "glossary/index", "gallery/train_toy_dit/index", "benchmarks/index"):
+    for page in (
+        "index",
+        "glossary/index",
+        "gallery/train_toy_dit/index",
+        "benchmarks/index",
+        "proven/index",
+    ):
         assert (tmp_path / f"{page}.html").is_file(), page
     reference = (tmp_path / "reference/bascule/plan/plan/index.html").read_text()
     assert "plan_batch" in reference

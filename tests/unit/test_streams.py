@@ -1,3 +1,5 @@
+"""Streams of samples: the same everywhere, and noise that follows its sample."""
+
 import dataclasses
 
 import torch

@@ -1,3 +1,5 @@
+"""Data codes, and files of lengths."""
+
 from pathlib import Path
 
 import pytest

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, NewFolder, Outputs, Range, RankOptions, flag, refuse
+from bascule.options import LONGEST_S, Group, NewFolder, Outputs, Range, RankOptions, flag, refuse
 from bascule.plan.topology import Topology
 from bascule.train.options import MAX_TOKENS, RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
@@ -17,28 +15,30 @@ from bascule.workload.codes import check_world, parse_data_codes
 class BenchOptions(Outputs, RunOptions):
     """Train on the same batches without and with balancing, step by step, and compare both.
 
-    Balancing moves tokens inside the model, or whole samples before it with --loader.
+    Balancing moves tokens inside the model; with --loader it moves whole samples before the model.
 
     Attributes:
-        topologies: Compute bags, for example g2n1; one rank a bag if not given. Of several, such as
-            g1n4 g2n2 g4n1, each trains a model of its own, in turns.
-        loader: Balance in the data loader: samples change ranks behind the compute.
-        accumulate: Microbatches of a step, with --loader; each is a batch of the stream.
-        steps: Measured steps.
-        warmup: Steps before them that do not count.
-        batch_size: Photos and clips a rank and step.
+        topologies: Bags of ranks, such as g2n1 for one bag of two ranks. By default, each rank is a
+            bag of its own. Of several, such as g1n4 g2n2 g4n1, each trains a model of its own, in
+            turns.
+        loader: Balance in the data loader: it moves whole samples between ranks while they compute.
+        accumulate: Microbatches of a step, with --loader. Each is a batch of the stream.
+        steps: Steps to measure.
+        warmup: Steps to train before the measured ones.
+        batch_size: Samples of --photos or --manifest that each rank loads per step.
         out: Folder for summary.json and steps.jsonl.
-        peak_tflops: Peak of a rank, of which HFU is a share. Default: of known GPUs, in bfloat16.
+        peak_tflops: Peak of a rank, in TFLOP/s, to compute HFU. By default, the peak of a known GPU
+            in bfloat16.
     """
 
-    topologies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--topology",))] = ()
+    topologies: Annotated[tuple[str, ...], Group("What to compare")] = ()
     loader: bool = False
     accumulate: Annotated[int, Range(1, 10**4)] = 1
     steps: Annotated[int, Range(1, 10**6)] = 12
     warmup: Annotated[int, Range(0, 10**6)] = 2
-    batch_size: Annotated[int, Range(0, 10**4)] = 2
-    out: Annotated[Path, NewFolder()] = Path("results/bench")
-    peak_tflops: Annotated[float | None, Range(1e-6, 1e12)] = None
+    batch_size: Annotated[int, Range(0, 10**4), Group("Data")] = 2
+    out: Annotated[Path, NewFolder(), Group("Output")] = Path("results/bench")
+    peak_tflops: Annotated[float | None, Range(1e-6, 1e12), Group("Machine")] = None
 
     def check(self, world_size: int) -> tuple[Topology, ...]:
         """Refuse options that do not fit each other or the world; return the topologies."""
@@ -77,8 +77,8 @@ class BenchOptions(Outputs, RunOptions):
         refuse(self, names, "--loader moves samples before they are encoded; leave one of them out")
         if any(int(topology.bag_sizes.max()) > 1 for topology in topologies):
             raise ConfigError(
-                f"--topology {' '.join(self.topologies)}: --loader moves whole samples between "
-                "bags of one rank; leave --topology out"
+                f"--topologies {' '.join(self.topologies)}: --loader moves whole samples between "
+                "bags of one rank; leave --topologies out"
             )
         if topologies[0].num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
@@ -88,19 +88,21 @@ class BenchOptions(Outputs, RunOptions):
 class DoctorOptions(Outputs, RankOptions):
     """Check the ranks before a run: versions, devices, links, and who computes slowly.
 
-    Starts local ranks; in a job, start it with torchrun. Exit status 0: all checks passed; 1:
-    a check did not, or a rank failed; 2: a wrong option.
+    doctor starts local ranks; in a job, start it with torchrun. It exits with 0 if it found
+    nothing, with 1 if it found something or a rank failed, and with 2 if an option is wrong.
 
     Attributes:
-        profile: File of a hardware profile, or h100-datasheet, whose rates the ranks and the links
-            must reach; if not given, ranks and links are only compared with each other.
-        rounds: Measured rounds; medians count. What is slow in three quarters is a finding.
-        mib: Largest message, in MiB.
-        tolerance: By how much a rank may be slower than the median, or the profile; 0.1 is 10 %.
-        link_tolerance: By how much of its bandwidth a link may be slower; 0.5 is half of it.
+        profile: File of a hardware profile, or a name such as h100-datasheet. Ranks and links must
+            reach its rates. By default, doctor compares them with each other alone.
+        rounds: Rounds to measure. A rank or link counts as slow if it is slow in three quarters of
+            them.
+        mib: Size of the largest message, in MiB.
+        tolerance: How much slower a rank may be than the median, or than the profile; 0.1 is 10 %.
+        link_tolerance: How far the bandwidth of a link may lie below the median, or below the
+            profile; 0.5 is half.
     """
 
-    profile: str | None = None
+    profile: Annotated[str | None, Group("Checks")] = None
     rounds: Annotated[int, Range(1, 10_000)] = 7
     mib: Annotated[int, Range(1, 1024)] = 16
     tolerance: Annotated[float, Range(0.0, 100.0)] = 0.1

@@ -11,7 +11,7 @@ from bascule.checks import shown, whole
 from bascule.errors import ConfigError
 from bascule.machine.calibration import TOKENS, least_points
 from bascule.machine.cluster import HardwareProfile
-from bascule.options import NewFile, Outputs, Range, RankOptions, flag, refuse
+from bascule.options import Group, NewFile, Outputs, Range, RankOptions, flag, refuse
 
 _MOST_TOKENS = 2**24
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
@@ -25,40 +25,44 @@ BY_DEVICE: dict[str, dict[str, Any]] = {  # defaults of options by device type
 class CalibrateOptions(Outputs, RankOptions):
     """Measure this machine, and save a profile that predictions are made from.
 
-    Starts local ranks, of which one alone measures no wires; in a job, start it with torchrun. Exit
-    status 0: saved; 1: a curve misses its held-out points by too much and nothing was saved, or a
-    rank failed; 2: a wrong option.
+    calibrate starts local ranks; one rank alone measures no wires. In a job, start it with
+    torchrun. It exits with 0 if it saved a profile, with 1 if a curve misses its held-out points by
+    more than --limit or a rank failed, and with 2 if an option is wrong.
 
     Attributes:
-        out: The profile, a JSON file.
-        name: Of the profile; that of its file, if not given.
-        module: A block of yours, package.module:function; the function gets a number of tokens,
-            and gives a function or module and its input, or a tuple of inputs. By default the
-            blocks of the packed MM-DiT.
-        lengths: Shortest and longest sequence, in tokens.
-        points: Lengths, spread evenly in their logarithm; every third one is held out to judge by.
-        mib: Largest message, in MiB.
-        rounds: Measured rounds, one after the other; of each time their lower quartile counts.
-        d_model: Width of the block, for which costs count FLOPs.
-        num_heads: Attention heads of the block.
-        dtype: Of parameters and activations of the block.
-        kernel: Attention kernel of the block; the first that runs on the device if not given.
-        base: File or name of the profile that numbers are taken from which are not measured.
-        limit: Largest median error at held-out points; 0.25 is 25 %.
+        out: File for the profile, as JSON.
+        name: Name of the profile. By default, the name of its file.
+        module: A block of yours to measure, package.module:function. The function takes a number of
+            tokens, and returns a function or module and its input, or a tuple of inputs. By
+            default, calibrate measures the blocks of the packed MM-DiT.
+        lengths: Shortest and longest sequence, in tokens. By default 256:32768 on GPUs and 64:4096
+            on CPUs.
+        points: Lengths to measure, spread evenly in their logarithm. Every third one is held out,
+            to check the fitted curve.
+        mib: Size of the largest message, in MiB.
+        rounds: Rounds to measure. The lower quartile of each time counts.
+        d_model: Width of the block, from which its FLOPs are counted. By default 3072 on GPUs and
+            256 on CPUs.
+        num_heads: Attention heads of the block. By default 24 on GPUs and 4 on CPUs.
+        dtype: Data type of the block. By default bfloat16 on GPUs and float32 on CPUs.
+        kernel: Attention kernel of the block. By default, the first one that runs on the device.
+        base: File or name of a profile, for the numbers that calibrate does not measure.
+        limit: Largest median error at the held-out points; 0.25 is 25 %. Above it, nothing is
+            saved.
     """
 
-    out: Annotated[Path, NewFile()] = Path("profile.json")
+    out: Annotated[Path, NewFile(), Group("Profile")] = Path("profile.json")
     name: str | None = None
-    module: str | None = None
-    lengths: str | None = None
+    module: Annotated[str | None, Group("Block")] = None
+    lengths: Annotated[str | None, Group("Measurement")] = None
     points: Annotated[int, Range(least_points(TOKENS), 100)] = 9
     mib: Annotated[int, Range(1, 1024)] = 16
     rounds: Annotated[int, Range(1, 10_000)] = 9
-    d_model: Annotated[int | None, Range(1, 2**16)] = None
+    d_model: Annotated[int | None, Range(1, 2**16), Group("Block")] = None
     num_heads: Annotated[int | None, Range(1, 2**16)] = None
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
     kernel: str | None = None
-    base: str = "h100-datasheet"
+    base: Annotated[str, Group("Profile")] = "h100-datasheet"
     limit: Annotated[float, Range()] = 0.25
 
     def check(self) -> None:

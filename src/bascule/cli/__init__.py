@@ -1,27 +1,25 @@
 """The command line: imports the module of the command alone, runs it, and reports errors."""
 
 import importlib
-import io
 import os
-import re
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
-from typing import Any, get_type_hints
+from difflib import get_close_matches
+from typing import Any
 
 COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` takes the options
-    "inspect": "Show how the table of a data set is understood, and how long its samples are.",
+    "inspect": "Show how the table of a data set is understood.",
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
-    "simulate": "Predict training steps under topologies, and under what is done today.",
-    "simulate-requests": "Serve requests on paper: which policy, on how many ranks each.",
-    "sparse": "Show how uneven block-sparse attention is on a mesh, and what planning gains.",
-    "trace": "Read the traces that torch.profiler wrote in any trainer, one file a rank.",
-    "bench": "Train on the same batches without and with balancing, and compare.",
-    "generate": "Make images or videos with a pipeline of diffusers, shared by all local ranks.",
-    "serve": "Serve a pipeline of diffusers over HTTP, in OpenAI's form, on all local ranks.",
-    "doctor": "Check the ranks before a run: versions, devices, links, and who computes slowly.",
-    "calibrate": "Measure this machine, and save a profile that predictions are made from.",
+    "simulate": "Predict training steps, balanced and as they are today.",
+    "simulate-requests": "Serve requests on paper: which policy, on how many ranks?",
+    "sparse": "Show how uneven block-sparse attention is on a mesh.",
+    "trace": "Read the traces that torch.profiler wrote, one per rank.",
+    "bench": "Train on the same batches without and with balancing.",
+    "generate": "Make images or videos with a pipeline of diffusers.",
+    "serve": "Serve a pipeline of diffusers over HTTP, in OpenAI's form.",
+    "doctor": "Check the ranks before a run: versions, links and speed.",
+    "calibrate": "Measure this machine, and save a profile for predictions.",
 }
 
 _LONGEST = 1200  # characters of an error
@@ -52,7 +50,9 @@ def _run(arguments: list[str]) -> int | None:
     elif name in ("-h", "--help"):
         print(_usage())
     elif name not in COMMANDS:
-        return _fail(f"there is no command {name!r}; there are {', '.join(COMMANDS)}", 2)
+        near = get_close_matches(name, COMMANDS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        return _fail(f"there is no command {name!r}; {advice}", 2)
     else:
         from bascule.options import check_options
 
@@ -69,24 +69,10 @@ def _run(arguments: list[str]) -> int | None:
 
 def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
     """Return the function of a command, and its options; ConfigError if these are malformed."""
-    import tyro
+    from bascule.cli.parser import read_options
 
-    from bascule.errors import ConfigError
-
-    module = arguments[0].replace("-", "_")
-    command, errors = importlib.import_module(f"bascule.cli.{module}").run, io.StringIO()
-    kind = get_type_hints(command)["options"]
-    try:
-        with redirect_stderr(errors):
-            return command, tyro.cli(kind, prog=f"bascule {arguments[0]}", args=arguments[1:])
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        _, _, box = errors.getvalue().partition("\n")  # without its title
-        text = re.sub(r"\x1b\[[0-9;]*m", "", box)  # without colours and frame
-        text = re.sub(r"[─-╿]|^\||\|$|[-+]{4,}", " ", text, flags=re.MULTILINE)
-        text = re.sub(r" Got errors: .*(?= Argument helptext)", "", " ".join(text.split()))
-        raise ConfigError(text) from None
+    module = importlib.import_module(f"bascule.cli.{arguments[0].replace('-', '_')}")
+    return module.run, read_options(module, arguments)
 
 
 def _usage() -> str:
@@ -95,7 +81,7 @@ def _usage() -> str:
         "usage: bascule COMMAND [OPTIONS]\n\n"
         "Give every GPU the same work: plan batches, and measure what balancing is worth.\n\n"
         f"{lines}\n\n"
-        "bascule COMMAND --help lists the options of a command; bascule --version, the version."
+        "bascule COMMAND --help lists its options; bascule --version prints the version."
     )
 
 

@@ -1,4 +1,4 @@
-"""`bascule bench`: measure what balancing is worth, on local ranks or in a running job."""
+"""`bascule bench --data g2b4i128f1s0 --ranks 2`: measure what balancing is worth."""
 
 import itertools
 import json
@@ -265,9 +265,9 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
         if not topology["single_binds_steps"]:
             continue
         advice = (
-            "moving whole samples can shorten: larger bags can, with --topology, not --loader"
+            "moving whole samples can shorten: larger bags can, with --topologies, not --loader"
             if loader is not None
-            else f"balancing on bags {name} can shorten: give larger bags with --topology"
+            else f"balancing on bags {name} can shorten: give larger bags with --topologies"
         )
         notes.append(
             f"warning: in {number(topology['single_binds_steps'])} of "

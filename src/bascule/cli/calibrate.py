@@ -1,4 +1,4 @@
-"""`bascule calibrate`: measure this machine, on local ranks or in a job, and save a profile."""
+"""`bascule calibrate --lengths 64:1024 --points 5 --limit 0.5`: measure this machine."""
 
 from collections.abc import Sequence
 from functools import partial

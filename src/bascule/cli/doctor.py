@@ -1,4 +1,4 @@
-"""`bascule doctor`: check the ranks before a run, on local ranks or in a running job."""
+"""`bascule doctor --ranks 2 --rounds 3`: check the ranks before a run."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain

@@ -1,4 +1,4 @@
-"""`bascule generate`: images and videos from prompts, on local ranks or in a running job."""
+"""`bascule generate --prompt "a boat on a lake" --ranks 2`: images and videos over ranks."""
 
 import logging
 from dataclasses import replace

@@ -12,7 +12,7 @@ from bascule.checks import MAX_RANKS, number, rate, shown
 from bascule.errors import ConfigError
 from bascule.machine.cluster import LIMITS, Cluster, HardwareProfile
 from bascule.machine.costs import TransformerCost
-from bascule.options import Range, flag, refuse
+from bascule.options import Group, Range, flag, refuse
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology import Topology
 from bascule.workload.codes import (
@@ -59,16 +59,16 @@ class InputOptions(ManifestOptions):
         step: Of data codes, and of --batch-size.
     """
 
-    lengths: str | None = None
+    lengths: Annotated[str | None, Group("Data")] = None
     file: Path | None = None
     batch_size: Annotated[int | None, Range(1, MAX_SEQUENCES)] = None
     data: str | None = None
     ranks: Annotated[int | None, Range(1, MAX_RANKS)] = None
-    d_model: Annotated[int | None, Range(1, 2**31)] = None
+    d_model: Annotated[int | None, Range(1, 2**31), Group("Model")] = None
     gamma: float | None = None
     num_layers: Annotated[int | None, Range(1, 2**31)] = None
     num_heads: Annotated[int | None, Range(1)] = None
-    seed: int = 0
+    seed: Annotated[int, Group("Data")] = 0
     step: int = 0
 
     @property
@@ -179,7 +179,7 @@ class MachineOptions:
         latency_us: Microseconds to launch a kernel or an exchange, in place of the profile's.
     """
 
-    profile: str = "h100-datasheet"
+    profile: Annotated[str, Group("Machine")] = "h100-datasheet"
     tflops: float | None = None
     intra_gbs: float | None = None
     latency_us: float | None = None
@@ -209,14 +209,14 @@ class ClusterOptions(MachineOptions):
         kb_per_token: KB of activations of a token, over all layers; --memory-gb limits them.
     """
 
-    ranks_per_node: int | None = None
-    memory_gb: float | None = None
+    ranks_per_node: Annotated[int | None, Group("Machine")] = None
+    memory_gb: Annotated[float | None, Group("Limits")] = None
     max_tokens: int | None = None
     kb_per_token: float | None = None
 
     @property
     def limits(self) -> Limits | None:
-        """Limits of a rank, in tokens; None if unlimited."""
+        """Limits, in tokens; None if unlimited."""
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
             refuse(self, ("memory_gb",), "limits nothing without --kb-per-token; give both")

@@ -1,13 +1,12 @@
-"""`bascule inspect`: show how the table of a data set is understood, and its lengths."""
+"""`bascule inspect samples.parquet --bucket 1024:64`: show how a table is understood."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from tyro.conf import Positional
 
-from bascule.options import Outputs
+from bascule.options import POSITIONAL, Group, Outputs
 from bascule.report.charts import draw_lengths
 from bascule.report.page import Fact, Report, Rows, columns
 from bascule.workload.options import TokenOptions
@@ -28,7 +27,7 @@ class InspectOptions(Outputs, TokenOptions):
         manifest: Table of your samples (.parquet, .csv, .json, .jsonl, .tar, .toml), or a folder.
     """
 
-    manifest: Positional[Path]
+    manifest: Annotated[Path, POSITIONAL, Group("Table")]
 
 
 def run(options: InspectOptions, arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`bascule plan`: plan one batch, and show who computes what."""
+"""`bascule plan --lengths 4096,300/512/512,2048 --topology auto`: plan one batch."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
-from bascule.options import NewFile, Outputs, refuse
+from bascule.options import Group, NewFile, Outputs, refuse
 from bascule.report.charts import draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows, columns, ms
 
@@ -39,12 +39,12 @@ class PlanOptions(Outputs, BatchOptions):
         picture: Where to draw the step before and after balancing, as an SVG.
     """
 
-    topology: str | None = None
+    topology: Annotated[str | None, Group("Plan")] = None
     wires: bool = False
-    inter_gbs: float | None = None
-    locality_tolerance: float | None = None
+    inter_gbs: Annotated[float | None, Group("Machine")] = None
+    locality_tolerance: Annotated[float | None, Group("Plan")] = None
     compare: bool = False
-    picture: Annotated[Path | None, NewFile()] = None
+    picture: Annotated[Path | None, NewFile(), Group("Output")] = None
 
 
 def run(options: PlanOptions, arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`bascule serve`: a pipeline behind HTTP, on local ranks or in a running job."""
+"""`bascule serve --model tiny --ranks 2`: images and videos over HTTP."""
 
 import os
 from contextlib import nullcontext

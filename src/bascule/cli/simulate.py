@@ -1,4 +1,4 @@
-"""`bascule simulate`: predict training steps on machines that need not exist."""
+"""`bascule simulate --data g16b4i256f1s0,g8b1i2048f1s0`: predict training steps."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import InputOptions, MachineOptions
-from bascule.options import NewFolder, Outputs, Range
+from bascule.options import Group, NewFolder, Outputs, Range
 
 if TYPE_CHECKING:
     from bascule.sim.seconds import EncoderStage
 
+_WAYS = "none", "loader", "auto", "buckets", "packs"
 _DEFAULT_STEPS = 20
 _DEFAULT_TRAIN_STEPS = 1000
 
@@ -40,19 +41,19 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
             HolisticTraceAnalysis and bascule trace read them.
     """
 
-    topologies: tuple[str, ...] = ("none", "loader", "auto", "buckets", "packs")
+    topologies: Annotated[tuple[str, ...], Group("What to compare")] = _WAYS
     steps: Annotated[int | None, Range(1)] = None
     accumulate: Annotated[int, Range(1)] = 1
     train_steps: Annotated[int | None, Range(1)] = None
     gpu_hour_price: Annotated[float | None, Range(0, 1e9)] = None
-    ranks_per_node: int | None = None
+    ranks_per_node: Annotated[int | None, Group("Machine")] = None
     inter_gbs: float | None = None
-    params_b: Annotated[float | None, Range(0, 1e6)] = None
+    params_b: Annotated[float | None, Range(0, 1e6), Group("Model")] = None
     shard_ranks: int | None = None
     text_encoder_us: Annotated[float | None, Range()] = None
     vae_us: Annotated[float | None, Range()] = None
     kb_per_token: Annotated[float | None, Range()] = None
-    traces: Annotated[Path | None, NewFolder()] = None
+    traces: Annotated[Path | None, NewFolder(), Group("Output")] = None
 
     @property
     def stages(self) -> "tuple[EncoderStage, ...]":

@@ -1,4 +1,4 @@
-"""`bascule simulate-requests`: serve pictures and clips on paper, by several policies."""
+"""`bascule simulate-requests --mix 512x512@20 1024x1024@28`: serve requests on paper."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range, refuse
+from bascule.options import Group, Outputs, Range, refuse
 from bascule.report.charts import draw_lines
 from bascule.report.page import Fact, Report, Rows, columns
 
@@ -44,7 +44,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
         seeds: Draws at each load.
     """
 
-    arrivals: Path | None = None
+    arrivals: Annotated[Path | None, Group("Requests")] = None
     mix: tuple[str, ...] = ()
     model: str = "flux.1"
     passes: Annotated[int, Range(1, 16)] = 1
@@ -52,7 +52,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     slo: Annotated[float, Range(1e-3, 1e6)] = 1.0
     within: Annotated[float, Range(1e-3, 1e6)] = 3.0
     requests: Annotated[int | None, Range(1, _MAX_REQUESTS)] = None
-    ranks: Annotated[int, Range(1, 2**14)] = 8
+    ranks: Annotated[int, Range(1, 2**14), Group("Ranks and policies")] = 8
     degrees: tuple[int, ...] = ()
     loads: tuple[float, ...] = (0.4, 0.6, 0.8, 1.0, 1.2)
     rates: tuple[float, ...] = ()

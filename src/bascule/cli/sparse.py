@@ -1,4 +1,4 @@
-"""`bascule sparse`: what balancing block-sparse attention is worth. A mesh (2, 4) is U4R2."""
+"""`bascule sparse --model wan2.1 --ranks 8 --layers 2`: a mesh (2, 4) is U4R2 here."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ import numpy as np
 
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range, flag, refuse
+from bascule.options import Group, Outputs, Range, flag, refuse
 from bascule.report.page import Chart, Fact, Report, Rows, columns, mib, ms
 
 if TYPE_CHECKING:
@@ -47,21 +47,21 @@ class SparseOptions(Outputs, MachineOptions):
         head: Head whose mask is drawn on the page.
     """
 
-    masks: Path | None = None
+    masks: Annotated[Path | None, Group("Masks")] = None
     model: str | None = None
     density: float | None = None
     layers: Annotated[int | None, Range(1, 1000)] = None
     steps: Annotated[int | None, Range(1, 1000)] = None
     seed: int = 0
     block: Annotated[int, Range(1, 2**31 - 1)] = 64
-    ulysses: Annotated[int | None, Range(1, 2**15)] = None
+    ulysses: Annotated[int | None, Range(1, 2**15), Group("Mesh of ranks")] = None
     ring: Annotated[int | None, Range(1, 2**9)] = None
     ranks: Annotated[int | None, Range(1, 2**15)] = None
-    head_dim: Annotated[int, Range(1, 2**16)] = 128
+    head_dim: Annotated[int, Range(1, 2**16), Group("Cost and plan")] = 128
     itemsize: Annotated[int, Range(1, 16)] = 2
     target: Annotated[float, Range()] = 1.005
     tolerance: Annotated[float, Range()] = 0.05
-    head: int = 0
+    head: Annotated[int, Group("Output")] = 0
 
     @property
     def meshes(self) -> "tuple[Mesh, ...]":

@@ -1,4 +1,4 @@
-"""`bascule topology`: rank topologies by the time that they take for a stream of batches."""
+"""`bascule topology --data g16b4i256f1s0,g16b1i1024f1s0`: rank the topologies."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from bascule.cli.inputs import BatchOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range
+from bascule.options import Group, Outputs, Range
 from bascule.report.charts import draw_bars, draw_lengths
 from bascule.report.page import Fact, Report, Rows, columns
 
@@ -30,7 +30,7 @@ class TopologyOptions(Outputs, BatchOptions):
         passes: Passes to count: a training step, which recomputes or does not, or a forward pass.
     """
 
-    steps: Annotated[int | None, Range(1)] = None
+    steps: Annotated[int | None, Range(1), Group("Ranking")] = None
     rows: Annotated[int, Range(1)] = 10
     passes: Literal["step", "step-without-recompute", "forward"] = "step"
 

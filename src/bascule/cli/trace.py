@@ -1,4 +1,4 @@
-"""`bascule trace`: what ranks of a profiled run waited for, and what balancing would be worth."""
+"""`bascule trace runs/traces --report trace.html`: read the traces of a profiled run."""
 
 import json
 from collections.abc import Sequence
@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import tyro
 
 from bascule.errors import ConfigError, PlanError
-from bascule.options import NewFolder, Outputs
+from bascule.options import POSITIONAL, Group, NewFolder, Outputs
 from bascule.report.charts import draw_bars, draw_lines
 from bascule.report.page import Fact, Report, Rows, columns, ms
 
@@ -33,10 +32,10 @@ class TraceOptions(Outputs):
         out: Folder for the steps as traces with one clock, for Perfetto and HolisticTraceAnalysis.
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, POSITIONAL, Group("Traces")]
     lens: Path | None = None
     topology: str | None = None
-    out: Annotated[Path | None, NewFolder()] = None
+    out: Annotated[Path | None, NewFolder(), Group("Output")] = None
 
 
 def run(options: TraceOptions, arguments: list[str]) -> None:

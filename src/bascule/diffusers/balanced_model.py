@@ -184,7 +184,7 @@ class BalancedModel:
                 whole("max_tokens", max_tokens, 1)
             if parallel.data_group is not group:
                 raise ConfigError(
-                    "BalancedModel needs a SequenceParallel over all of its data_group: give it all "
+                    "BalancedModel needs SequenceParallel over all of its data_group: give it all "
                     "ranks whose gradients are averaged"
                 )
             inner = unwrapped(model)

@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines, read_lines
 from bascule.generate.tiny import TINY, TINY_WAN
-from bascule.options import NewFolder, Outputs, Range, RankOptions, check_options
+from bascule.options import REPEATED, Group, NewFolder, Outputs, Range, RankOptions, check_options
 
 IMAGE, VIDEO = ".png", ".mp4"
 
@@ -69,30 +67,30 @@ class GenerateOptions(Outputs, RankOptions):
         timeout_s: Longest wait of ranks that share a prompt, in seconds.
     """
 
-    model: str = TINY
+    model: Annotated[str, Group("Pipeline")] = TINY
     variant: str | None = None
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    prompt: Annotated[tuple[str, ...], REPEATED, Group("Prompts")] = ()
     prompts: Path | None = None
     image: str | None = None
     negative_prompt: str | None = None
-    width: Pixels = None
+    width: Annotated[Pixels, Group("Images and videos")] = None
     height: Pixels = None
     frames: Count = None
     steps: Count = None
     guidance: Scale = None
     seed: Seed = 0
-    out: Annotated[Path, NewFolder()] = Path("results/generated")
+    out: Annotated[Path, NewFolder(), Group("Output")] = Path("results/generated")
     fps: Annotated[int, Range(1, 1000)] = 16
-    ulysses: _Degree = None
+    ulysses: Annotated[_Degree, Group("Ranks")] = None
     ring: _Degree = None
     guidance_ranks: _Degree = None
     replicas: _Degree = None
     longest_ring: _Degree = None
-    sparse: Annotated[float | None, Range(1e-9, 1.0)] = None
+    sparse: Annotated[float | None, Range(1e-9, 1.0), Group("Speed")] = None
     wire: Literal["int8", "e4m3"] | None = None
     tiles: bool = False
     compile: bool = False
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Group("Pipeline")] = None
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from bascule.errors import ConfigError
 from bascule.files import read_lines
 from bascule.generate.options import check_model
 from bascule.generate.tiny import TINY
-from bascule.options import NewFolder, Range, RankOptions
+from bascule.options import Group, NewFolder, Range, RankOptions
 
 _SHORTEST_KEY = 16
 
@@ -42,23 +42,23 @@ class ServeOptions(RankOptions):
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
     """
 
-    model: str = TINY
+    model: Annotated[str, Group("Pipeline")] = TINY
     variant: str | None = None
-    host: str = "127.0.0.1"
+    host: Annotated[str, Group("Address")] = "127.0.0.1"
     port: Annotated[int, Range(0, 2**16 - 1)] = 8000
     api_key_file: Path | None = None
-    spool: Annotated[Path, NewFolder()] = Path("results/serve")
+    spool: Annotated[Path, NewFolder(), Group("Spool")] = Path("results/serve")
     keep_days: Annotated[float | None, Range(0.01, 1e5)] = None
     keep_gb: Annotated[float | None, Range(0.001, 1e6)] = None
     most_waiting: Annotated[int, Range(1, 10**5)] = 1000
-    max_pixels: Annotated[int, Range(1, 2**30)] = 2**22
+    max_pixels: Annotated[int, Range(1, 2**30), Group("Limits of a request")] = 2**22
     max_frames: Annotated[int, Range(1, 10**4)] = 257
     max_steps: Annotated[int, Range(1, 10**4)] = 200
     max_prompt_chars: Annotated[int, Range(1, 10**6)] = 10**4
     max_body_bytes: Annotated[int, Range(10**3, 2**30)] = 2**25
     max_images: Annotated[int, Range(1, 1000)] = 8
-    degrees: tuple[int, ...] = ()
-    fps: Annotated[int, Range(1, 1000)] = 16
+    degrees: Annotated[tuple[int, ...], Group("Ranks")] = ()
+    fps: Annotated[int, Range(1, 1000), Group("Pipeline")] = 16
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     @property

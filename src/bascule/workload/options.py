@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bascule.errors import ConfigError
-from bascule.options import Range, refuse
+from bascule.options import Group, Range, refuse
 from bascule.workload.manifest import Manifest, read_manifest
 from bascule.workload.tokens import TokenRule
 
@@ -25,7 +25,7 @@ class TokenOptions:
         skip_bad: Leave out rows that cannot be read.
     """
 
-    model: str = "flux.1"
+    model: Annotated[str, Group("Data to tokens")] = "flux.1"
     columns: str | None = None
     bucket: str | None = None
     fps: Annotated[float | None, Range(1e-3, 1e4)] = None
@@ -57,7 +57,7 @@ class ManifestOptions(TokenOptions):
         manifest: Table of your samples (.parquet, .csv, .json, .jsonl, .tar, .toml), or a folder.
     """
 
-    manifest: Path | None = None
+    manifest: Annotated[Path | None, Group("Data")] = None
 
     def read_manifest(self, max_tokens: int | None = None) -> Manifest:
         """Read the samples of --manifest; refuse samples of more than `max_tokens`."""
