@@ -107,13 +107,13 @@ def test_a_measured_machine(capsys: Console, tmp_path: Path) -> None:
     base = ("sparse", "--masks", str(tmp_path / "one.npy"), "--ring", "3", "--block", "8")
     code, out, _ = run(capsys, *base, *machine, "--target", str(TARGET))
     assert code == 0 and "assumed" not in out
-    assert out.endswith("Predicted for small: 1 GB/s in a node, 5 us a launch; measured.\n")
+    assert out.endswith("Predicted for small: 1.00 GB/s in a node, 5.00 µs per launch; measured.\n")
     setting = setting_of(masks, (3, 1))
     predicted = setting.seconds(setting.plan("minimal_move", masks, (3, 1)))
     table = out.split("Rows on other")[1]
     assert cells_of(table, "minimal_move")[4] == f"{predicted * 1e3:.3f}"
     code, out, _ = run(capsys, *base, *machine, "--intra-gbs", "100")
-    assert code == 0 and "100 GB/s in a node, 5 us a launch; given, not measured" in out
+    assert code == 0 and "100 GB/s in a node, 5.00 µs per launch; given, not measured" in out
 
 
 def test_the_guide_runs(capsys: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

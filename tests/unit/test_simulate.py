@@ -319,7 +319,7 @@ def test_what_a_run_is_worth() -> None:
     assert told["runs"][1]["speedup"] == pytest.approx(bags.tokens_per_s / now.tokens_per_s)
     text = " ".join(found.table().split())
     assert "none: what you do now" in text and f"{saved:,.4g}" in text
-    assert "width 256, 3 layers, gamma 0.5, 0.00236 billion parameters" in text
+    assert "width 256, 3 layers, gamma 0.500, 0.00236 billion parameters" in text
     assert "1.88 sequences a rank and microbatch in the mean; steps simulated: 3" in text
     assert simulate(CODES, profile=MACHINE, model=MODEL, topologies=names).saved_money(now) is None
 

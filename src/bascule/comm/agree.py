@@ -156,7 +156,7 @@ def _raise_difference(group: RankGroup, settings: Mapping[str, str], what: str, 
     parts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in ranks_of.items())
     raise CommError(
         f"step {step}, {what}: ranks of group {group.name!r} disagree on {name}: {parts}. "
-        "Give every rank the same"
+        "Give every rank the same value"
     )
 
 

@@ -155,7 +155,7 @@ class CostTracker:
             ) from error
         if version != STATE_VERSION:
             raise ConfigError(
-                f"a cost tracker's state of version {version!r}: this bascule reads {STATE_VERSION}"
+                f"the tracker's state has version {version!r}: this bascule reads {STATE_VERSION}"
             )
         if cost is not None:
             self._use(cost)

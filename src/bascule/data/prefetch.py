@@ -186,8 +186,8 @@ class Prefetcher:
         """Raise an error that must not wait until the steps that are ready are used."""
         if self._is_closing:
             raise ConfigError(
-                "this iteration was ended by close(), or by another iteration of the same loader: "
-                "make a loader for each"
+                "close(), or another iteration of the same loader, ended this iteration: make one "
+                "loader per iteration"
             )
         if self._left is not None and self._left.reason and self._error is not None:
             raise self._error

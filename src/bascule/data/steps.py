@@ -105,7 +105,7 @@ def num_input_ids(sample: Sample) -> int:
         length, first = len(ids), next(iter(ids), None)
     except (LookupError, TypeError) as error:
         raise ConfigError(
-            f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
+            f'a {type(sample).__name__} has no "input_ids": give BalancedLoader a length_fn'
         ) from error
     if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
         raise ConfigError(
@@ -312,9 +312,8 @@ class Deliveries:
         num_bytes = int(self.received[worst])
         if most is not None and num_bytes > most:
             raise PlanError(
-                f"rank {worst} would receive {num_bytes:,} bytes of samples in a step, above "
-                f"max_bytes_in_flight={most:,} by {num_bytes - most:,}: raise it, or load fewer "
-                "samples a step"
+                f"rank {worst} would receive {num_bytes:,} bytes of samples in a step, more than "
+                f"max_bytes_in_flight={most:,}: raise it, or load fewer samples per step"
             )
 
     def share(self, offer: Offer, rank: int, micro: int) -> tuple[Ints, bool, float]:
