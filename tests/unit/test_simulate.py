@@ -308,7 +308,7 @@ def test_what_a_run_is_worth() -> None:
     # Packs hold other tokens a step: hours are for as many tokens, not for as many steps.
     tokens = float(now.tokens.mean()) * 5000
     assert found.gpu_hours(packed) == pytest.approx(tokens / packed.tokens_per_s * 8 / 3600)
-    saved = hours - found.gpu_hours(bags)
+    saved = hours - (found.gpu_hours(bags) or 0.0)
     assert found.saved_money(bags) == pytest.approx(2.5 * saved)
     told = found.to_dict()
     assert told["compared_with"] == "none" and told["train_steps"] == 5000

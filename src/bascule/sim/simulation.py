@@ -51,8 +51,7 @@ def simulate(
     A microbatch takes as long as its slowest rank: encoders, compute, exchanges, what FSDP2's
     collectives do not hide, and the host. Linear in steps and ranks, in time and memory.
 
-    Where activations exceed the memory of a rank, it computes its samples in several microbatches,
-    as few as fit; `SimulatedRun.parts` says in how many.
+    Where activations exceed a rank's memory, it takes the fewest microbatches (`parts`) that fit.
 
     Args:
         data: Data codes, from which steps are drawn; or the microbatches in order, each with a list
