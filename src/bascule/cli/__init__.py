@@ -12,7 +12,7 @@ COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` tak
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
     "simulate": "Predict training steps, balanced and as they are today.",
-    "simulate-requests": "Serve requests on paper: which policy, on how many ranks?",
+    "simulate-requests": "Simulate what bascule serve would reach.",
     "sparse": "Show how uneven block-sparse attention is on a mesh.",
     "trace": "Read the traces that torch.profiler wrote, one per rank.",
     "bench": "Train on the same batches without and with balancing.",
