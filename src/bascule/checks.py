@@ -123,7 +123,7 @@ def array(name: str, values: object) -> npt.NDArray[Any]:
         raise ConfigError(
             f"{name} of type {type(values).__name__} cannot be read as an array ({reason[:200]}): "
             "give a list of numbers or a numpy array; a tensor has .tolist()"
-        ) from error
+        ) from None
 
 
 def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHOLE) -> Ints:

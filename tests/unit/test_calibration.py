@@ -117,7 +117,7 @@ def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> 
     assert code == 0 and "mine, measured 2026-11-23" in " ".join(out.split())
     assert "(not measured)" in " ".join(out.split())
     code, out, _ = run(capsys, "plan", *arguments, "--kb-per-token", "9")
-    told = "Limited by 80 GB of memory a rank; from h100-datasheet, not measured"
+    told = "A rank has 80.0 GB of memory; from h100-datasheet, not measured"
     assert code == 0 and told in " ".join(out.split())
     replace(calibrated(), calibration=None).save(path)
     code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")

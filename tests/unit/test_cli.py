@@ -151,7 +151,7 @@ def test_steps_are_drawn_from_a_manifest(capsys: Console, tmp_path: Path) -> Non
     whole = sorted(n for rank in InputOptions(manifest=manifest, ranks=4).read() for n in rank)
     assert whole == list(range(1, 12))  # a small table is one step
     code, out, _ = run(capsys, "plan", "--manifest", str(manifest), "--topology", "g1n2")
-    assert code == 0 and "4 samples a rank" in out and out.startswith(f"{manifest}: 11 samples")
+    assert code == 0 and "4 samples per rank" in out and out.startswith(f"{manifest}: 11 samples")
     with pytest.raises(ConfigError, match="takes 12 samples a step"):
         InputOptions(manifest=manifest, batch_size=6, ranks=2).read()
     manifest.write_text('{"width": 16, "height": 16, "frames": 34}')
@@ -322,6 +322,54 @@ def test_a_reader_may_stop_reading() -> None:
 # What a user's mistake costs
 
 
+CLIPS = "width,height,n_frames,fps,caption_short,caption_long\n64,64,161,24,a cat,a cat sits\n"
+OF_WAN = "--model wan2.1 --max-frames 81"
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "answers"),
+    [
+        (CLIPS, "", f"--columns text=caption_long {OF_WAN}"),
+        (CLIPS, "--columns=fps=fps", f"--columns fps=fps,text=caption_long {OF_WAN}"),
+        (CLIPS, "--model=flux.2 --columns text=", f"--columns text= {OF_WAN}"),
+        ("width,height,duration\n64,64,9\n", "", f"--fps 16 {OF_WAN}"),
+        ("width,height,clip_frames\n64,64,9\n", "", f"--columns frames=clip_frames {OF_WAN}"),
+        ("width,height,my text\n64,64,a cat sits\n", "", "--columns 'text=my text'"),
+        ("width,height,length\n64,64,9\n", "", "--columns tokens=length"),
+        ("width,height\n64,64\n", "--model wan2.1", "--model wan2.1 --columns frames="),
+        ("width,height,image,edit_image\n64,64,a,b\n", "", None),
+    ],
+)
+def test_all_questions_of_a_table_have_one_answer_that_runs(
+    capsys: Console, tmp_path: Path, table: str, options: str, answers: str | None
+) -> None:
+    path = tmp_path / "a table.csv"
+    path.write_text(table)
+    said = sentence(capsys, "inspect", str(path), *options.split())
+    command = said.strip().partition(". For example: ")[2]
+    if answers is None:  # these pictures are not there, which no option changes
+        assert "Then: 1 row cannot be read" in said and "--columns reference=edit_image" in command
+        return
+    assert command == f"bascule inspect '{path}' {answers}"
+    assert run(capsys, *shlex.split(command)[1:])[0] == 0
+    said = sentence(capsys, "plan", "--manifest", str(path), "--ranks", "2", *options.split())
+    assert run(capsys, *shlex.split(said.partition(". For example: ")[2])[1:])[0] == 0
+
+
+def test_a_table_may_be_given_as_to_another_command(capsys: Console, tmp_path: Path) -> None:
+    path = str(tmp_path / "sizes.csv")
+    Path(path).write_text("width,height\n64,64\n")
+    assert run(capsys, "inspect", path) == run(capsys, "inspect", "--manifest", path)
+    assert "give one table" in sentence(capsys, "inspect")
+    assert f"by --manifest {path}" in sentence(capsys, "plan", path)
+
+
+def test_lengths_without_ranks_are_of_rank_0(capsys: Console) -> None:
+    said = "Rank 0 loads all these sequences"
+    outputs = [run(capsys, "plan", "--lengths", lens)[1] for lens in ("9,9", "9/9", "9")]
+    assert [said in output for output in outputs] == [True, False, False]
+
+
 PLAN, WAN, BENCH = "plan --lengths 5/6", "sparse --model wan2.1 --block 1280", "bench --ranks 1"
 CODES = "bench --data g1b1i256f1s0"
 
@@ -334,6 +382,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("plan --lengths 10 --data g1b1i256f1s0", "give one of"),
         ("plan --lengths 10,x", "10,x"),
         ("plan --lengths=-5/3", "-5"),
+        ("plan --lengths=", "give tokens, such as 4096,300/512/900,40"),
         (f"{PLAN} --topology g3n1", "g3n1"),
         (f"{PLAN} --topology g2x1", "topology 'g2x1': write gGnN"),
         (f"{PLAN} --topology g1n1+x", "topology 'g1n1+x': 'x' is not a term; write gGnN"),

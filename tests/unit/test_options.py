@@ -183,7 +183,7 @@ def test_an_option_changes_the_result_or_is_refused(
     capsys: Console, inputs: None, command: str
 ) -> None:
     changed, ignored = set[str](), list[str]()
-    positional = {"trace": {"folder"}, "inspect": {"manifest"}}.get(command, set())
+    positional = {"trace": {"folder"}, "inspect": {"manifest", "table"}}.get(command, set())
 
     @cache
     def without(line: str, is_printed: bool) -> tuple[int, Any]:

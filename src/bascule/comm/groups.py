@@ -41,9 +41,8 @@ class Cache(Generic[K, T]):
 
     def get(self, key: K, make: Callable[[], T]) -> T:
         """Return the value of a key; make it if there is none."""
-        try:
-            value = self._values.pop(key)
-        except KeyError:
+        value: Any = self._values.pop(key, self)
+        if value is self:  # not in an `except`, which would chain the errors of `make`
             value = make()
         self._values[key] = value  # behind all others
         if len(self._values) > self._most:
@@ -304,7 +303,7 @@ def device_for(
         try:
             chosen = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device={device!r} is not a device of torch: {error}") from error
+            raise ConfigError(f"device={device!r} is not a device of torch: {error}") from None
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
         return chosen

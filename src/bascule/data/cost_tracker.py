@@ -152,7 +152,7 @@ class CostTracker:
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not a tracker's state written by state_dict: {error!r}"
-            ) from error
+            ) from None
         if version != STATE_VERSION:
             raise ConfigError(
                 f"the tracker's state has version {version!r}: this bascule reads {STATE_VERSION}"

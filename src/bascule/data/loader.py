@@ -125,7 +125,7 @@ class Progress:
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not a loader state written by state_dict: {error!r}"
-            ) from error
+            ) from None
         if version != STATE_VERSION:
             raise ConfigError(
                 f"the loader's state has version {version!r}: this bascule reads {STATE_VERSION}"

@@ -290,8 +290,9 @@ class BalancedModel:
             form = form_of(sample, self._table, device)
             return _Measured(length, form, weight, parcel(sample, device))
         except Exception as error:
-            text = str(error) if isinstance(error, ConfigError) else repr(error)
-            raise ConfigError(f"sample {place}: {text}") from error
+            is_ours = isinstance(error, ConfigError)
+            text = str(error) if is_ours else repr(error)
+            raise ConfigError(f"sample {place}: {text}") from None if is_ours else error
 
     def _gather(self, step: Step, measured: Sequence[_Measured]) -> tuple[Ints, Ints, Ints]:
         """Return (num_seqs,) form, bytes and weight of all ranks' samples; one gather."""

@@ -128,7 +128,7 @@ class BalancedEncoder:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
 
     Raises:
-        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
+        RemoteConfigError: An argument is wrong on a rank; all ranks raise it.
         CommError: Ranks disagree, or one is gone.
     """
 

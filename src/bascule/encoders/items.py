@@ -285,8 +285,9 @@ def prepare(
                     tensors = [x for x in piece.values() if isinstance(x, Tensor)]
                     parcels.append(Parcel((), (), sum(x.nbytes for x in tensors)))
         except Exception as error:
-            text = str(error) if isinstance(error, ConfigError) else repr(error)
-            raise ConfigError(f"item {place}: {text}") from error
+            is_ours = isinstance(error, ConfigError)
+            text = str(error) if is_ours else repr(error)
+            raise ConfigError(f"item {place}: {text}") from None if is_ours else error
         pieces += cut
         counts.append(len(cut))
     num_bytes = [piece.num_bytes for piece in parcels]

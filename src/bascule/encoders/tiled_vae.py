@@ -67,7 +67,7 @@ class TiledVAE:
             without rows.
 
     Raises:
-        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
+        RemoteConfigError: An argument is wrong on a rank; all ranks raise it.
         CommError: Ranks disagree, or one is gone.
     """
 

@@ -50,11 +50,11 @@ def enable_tiles(pipeline: Any) -> None:
     vae: Any = getattr(pipeline, "vae", None)
     try:
         vae.enable_tiling()
-    except (AttributeError, NotImplementedError) as error:  # diffusers has both
+    except (AttributeError, NotImplementedError):  # diffusers has both
         what = "this pipeline has no VAE"
         if vae is not None:
             what = f"the {type(vae).__name__} of this pipeline has no tiles"
-        raise ConfigError(f"--tiles: {what}: leave it out") from error
+        raise ConfigError(f"--tiles: {what}: leave it out") from None
 
 
 def _multiple_of(pipeline: Any) -> int:
@@ -94,7 +94,7 @@ def check_prompt(
         try:
             check(**{name: values.get(name) for name in inspect.signature(check).parameters})
         except ValueError as error:
-            raise ConfigError(f"a {kind} refuses it: {error}") from error
+            raise ConfigError(f"a {kind} refuses it: {error}") from None
         except Exception:  # the check reads what the call itself makes first
             return
 
@@ -172,7 +172,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path.name} cannot be written: {reason}") from error
+        raise ConfigError(f"{path.name} cannot be written: {reason}") from None
 
 
 def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:

@@ -62,7 +62,7 @@ class Generation(Sink):
             try:
                 check_prompt(pipeline, prompt, self._takes, picture=picture)
             except ConfigError as error:
-                raise ConfigError(f"prompt {place + 1}: {error}") from error
+                raise ConfigError(f"prompt {place + 1}: {error}") from None
         if options.tiles:
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)

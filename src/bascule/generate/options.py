@@ -199,7 +199,7 @@ def read_picture(path: str) -> Any:
             return ImageOps.exif_transpose(opened).convert("RGB")
     except Exception as error:  # PIL raises anything on damaged files
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"image {path}: cannot be read as a picture: {reason}") from error
+        raise ConfigError(f"image {path}: cannot be read as a picture: {reason}") from None
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
@@ -250,5 +250,5 @@ def _prompt(where: str, settings: dict[str, Any]) -> Prompt:
         if prompt.image:
             read_picture(prompt.image)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from None
     return prompt

@@ -533,7 +533,7 @@ class HardwareProfile:
         try:
             to_path(path).write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot write {path}: {error}") from error
+            raise ConfigError(f"cannot write {path}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -561,7 +561,7 @@ class HardwareProfile:
                 values["calibration"] = Calibration.of_dict(values["calibration"])
             return built(cls, values)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            raise ConfigError(f"{name}: {error}") from None
 
 
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:

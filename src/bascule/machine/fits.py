@@ -443,7 +443,7 @@ def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
         try:
             counts, lens = check_lengths(per_rank, num_ranks)
         except ConfigError as error:
-            raise ConfigError(f"fit_iterations: iteration {iteration}: {error}") from error
+            raise ConfigError(f"fit_iterations: iteration {iteration}: {error}") from None
         tokens = lens.astype(np.float64)  # the square of 65,536 tokens is 0 as an int32
         rank_of = np.repeat(np.arange(num_ranks), counts)
         for term, values in enumerate((tokens**2, tokens, None)):

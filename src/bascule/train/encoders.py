@@ -228,8 +228,8 @@ def _config_of(folder: Path, what: str) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = parse_json(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: give the folder of {what}") from error
+    except OSError:
+        raise ConfigError(f"{path} cannot be read: give the folder of {what}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no config: give the folder of {what}")
     return dict(config)

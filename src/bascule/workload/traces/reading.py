@@ -108,7 +108,7 @@ def _files(path: Path) -> tuple[list[Path], ...]:
             sorted(file for file in files if file.name.endswith(_ENDINGS)) for files in places
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def _open(file: Path) -> Any:
@@ -126,7 +126,7 @@ def _load(file: Path) -> dict[str, Any] | None:
         with _open(file) as stream:
             content = cast(bytes, stream.read(MAX_BYTES + 1))
     except (OSError, EOFError, ValueError, zlib.error, MemoryError) as error:
-        raise ConfigError(f"cannot read {file}: {error or 'too large for the memory'}") from error
+        raise ConfigError(f"cannot read {file}: {error or 'too large for the memory'}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{file} has more than {MAX_BYTES} bytes: profile fewer steps")
     match parse_json(content.decode("utf-8", "replace"), str(file)):
