@@ -69,9 +69,9 @@ def number(value: float | None) -> str:
     return f"{value:,.{0 if is_whole else _decimals(value)}f}"
 
 
-def count(how_many: int, noun: str) -> str:
+def count(how_many: int, noun: str, ending: str = "s") -> str:
     """Write how many there are of something: 1 step, 12,345 steps."""
-    return f"{number(how_many)} {noun}{'' if how_many == 1 else 's'}"
+    return f"{number(how_many)} {noun}{'' if how_many == 1 else ending}"
 
 
 def _decimals(value: float) -> int:

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
 from bascule.errors import PlanError
 from bascule.options import Group, NewFile, Outputs
-from bascule.quantities import Scale, flops, number, percent, seconds, times
+from bascule.quantities import Scale, count, flops, number, percent, seconds, times
 from bascule.report.charts import draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Format, Report, Rows
 
@@ -23,11 +23,6 @@ _WIRE_SHARE = 0.05  # of a bag's time: from here on communication is named as th
 _EVEN = 1.01  # imbalance up to which ranks are called even
 _MOST_TERMS = 4  # of a topology that the advice writes out
 WORTH = 1.02  # speed-up below which the advice is to leave a step as it is
-
-
-def counted(count: int, noun: str, plural: str = "s") -> str:
-    """Write a count and its noun: 1 rank, 1,024 ranks."""
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +62,9 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     notes = options.notes(is_priced=cluster is not None)
     if cluster is None:
         notes.append(f"The advice counts communication in bags, on {options.hardware()}.")
-    report = report_of(plan, cost, cluster, _advice(plan, options, machines), notes)
-    console = publish(options, report)
+    advice, priced = _advice(plan, options, machines)
+    report = report_of(plan, cost, cluster, advice, notes)
+    console = publish(options, replace(report, values=json.loads(plan.to_json()) | priced))
     if options.picture is not None:
         picture = draw_step(plan, cost, cluster, "TFLOP" if cluster is None else "s")
         write(console, "--picture", options.picture, picture)
@@ -102,7 +98,7 @@ def report_of(
         sentences = f"Balanced on {plan.topology}, {predicted}.", answer
         answer = " ".join(sentences if speedup >= WORTH else reversed(sentences))
     return Report(
-        title=f"One batch on {counted(plan.num_ranks, 'rank')}, topology {plan.topology}",
+        title=f"One batch on {count(plan.num_ranks, 'rank')}, topology {plan.topology}",
         answer=answer,
         facts=(
             Fact("speedup", "predicted speed-up", speedup, times),
@@ -132,7 +128,6 @@ def report_of(
             "Loads are those of the forward pass; the backward pass has the same ratios.",
             *notes,
         ),
-        values=json.loads(plan.to_json()),
     )
 
 
@@ -154,31 +149,36 @@ def _limit(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
         if share > _WIRE_SHARE:
             return f"Communication takes {percent(share)} of the time of the slowest bag"
     if plan.imbalance > _EVEN:
-        return f"Whole sequences do not divide evenly over {counted(plan.topology.num_bags, 'bag')}"
+        return f"Whole sequences do not divide evenly over {count(plan.topology.num_bags, 'bag')}"
     return "The ranks are even"
 
 
-def _advice(plan: "Plan", options: PlanOptions, machines: "Cluster") -> str:
-    """Say what to do about the step, with communication in bags counted."""
+def _advice(
+    plan: "Plan", options: PlanOptions, machines: "Cluster"
+) -> tuple[str, dict[str, float | str]]:
+    """Say what to do about the step, and with which seconds, communication in bags counted."""
     from bascule.plan.plan import Terms
 
     if plan.makespan == 0 or plan.num_ranks == 1:
-        return "there is nothing to balance"
-    cost, before = options.cost, plan.unbalanced_loads(options.cost, machines).max()
+        return "there is nothing to balance", {}
+    cost, before = options.cost, float(plan.unbalanced_loads(options.cost, machines).max())
     prices = Terms(plan.topology, cost, cluster=machines).priced(plan.offer).prices
-    now = (prices.loads(plan.bag_of) + prices.exposed_host(plan.bag_of)).max()
+    now = float((prices.loads(plan.bag_of) + prices.exposed_host(plan.bag_of)).max())
     best, least = str(plan.topology), now
     with suppress(PlanError):  # auto has no bags as large as --topology may give
         auto = Terms("auto", cost, options.limits, cluster=machines).priced(plan.offer).plan()
         best, least = str(auto.topology), auto.makespan
+    priced = {"advised": best, "advised_s": least, "planned_s": now, "as_loaded_s": before}
     if least * WORTH <= min(now, before):
         short = best if best.count("+") < _MOST_TERMS else "auto"
-        return f"--topology {short} makes the step {times(before / least)} as fast as loaded"
+        words = f"--topology {short} makes the step {times(before / least)} as fast as loaded"
+        return words, priced
     gains = before >= now * WORTH
     if plan.imbalance <= _EVEN:
-        return "only fewer tokens or more ranks shorten the step" if gains else "leave it as it is"
+        idle = "only fewer tokens or more ranks shorten the step"
+        return idle if gains else "leave it as it is", priced
     reason = "no other topology is faster" if gains else "no topology gains 2 %"
     if (samples := int((plan.seq_lens > 0).sum())) <= plan.num_ranks:
-        reason = f"{counted(samples, 'sample')} on {plan.num_ranks:,} ranks cannot be spread"
+        reason = f"{count(samples, 'sample')} on {plan.num_ranks:,} ranks cannot be spread"
     keep = "keep this plan" if gains else "leave the batch as it is"
-    return f"{reason}; {keep}, or give a rank more samples per step"
+    return f"{reason}; {keep}, or give a rank more samples per step", priced

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 
 from bascule.cli.inputs import BatchOptions
-from bascule.cli.plan import WORTH, counted
+from bascule.cli.plan import WORTH
 from bascule.errors import ConfigError
 from bascule.machine.cluster import BYTES_PER_VALUE, FORWARD
 from bascule.options import Group, Outputs, Range
 from bascule.plan.topology import Topology
-from bascule.quantities import Scale, number, percent, seconds, times
+from bascule.quantities import Scale, count, number, percent, seconds, times
 from bascule.report.charts import draw_bars, draw_lengths
 from bascule.report.page import Fact, Format, Report, Rows
 
@@ -111,7 +111,7 @@ def report_of(
     formats["speed-up"] = lambda took: times(loaded_s / took if took else 1.0)
     formats |= {"imbalance": number, "why": "\n".join}
     return Report(
-        title=f"Topologies for these batches on {counted(num_ranks, 'rank')}",
+        title=f"Topologies for these batches on {count(num_ranks, 'rank')}",
         answer=answer if total > 0 else "The batches have no tokens: leave them as they are.",
         facts=(
             Fact("best", "fastest topology", best),
@@ -134,8 +134,8 @@ def report_of(
         ),
         notes=(
             *options.notes(),
-            f"Compared: {counted(len(plans), 'batch', 'es')} on nodes of "
-            f"{counted(cluster.ranks_per_node, 'rank')}, passes: {options.passes}.",
+            f"Compared: {count(len(plans), 'batch', 'es')} on nodes of "
+            f"{count(cluster.ranks_per_node, 'rank')}, passes: {options.passes}.",
             "The table does not count the moving of tokens between ranks; the answer does.",
             "Every row was planned in full. Topologies within 0.5 % of each other count as equally "
             "fast; the one with the fewest bags comes first.",

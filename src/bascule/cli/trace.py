@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from bascule.cli.plan import counted
 from bascule.errors import ConfigError, PlanError
 from bascule.options import POSITIONAL, Group, NewFolder, Outputs
-from bascule.quantities import Scale, number, percent, seconds, times
+from bascule.quantities import Scale, count, number, percent, seconds, times
 from bascule.report.charts import draw_bars, draw_lines
 from bascule.report.page import Fact, Format, Report, Rows
 
@@ -100,7 +99,7 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
         answer = f"Ranks wait {percent(parts.waited)} of the time."
         if num_ranks > 1:
             num_last = np.sum(parts.slowest == parts.slowest_rank)
-            often = f"{num_last:,} of {counted(num_steps, 'step')}"
+            often = f"{num_last:,} of {count(num_steps, 'step')}"
             answer += f" The slowest is rank {parts.slowest_rank}, in {often}."
     if worth is None:
         answer += f" What balancing would be worth is not known: {unknown}."
@@ -121,7 +120,7 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
     rows = list(zip(*(column.tolist() for column in (parts.ranks, *means)), strict=True))
     compute = "kernels of a device" if parts.on_device else "operators of the host"
     return Report(
-        title=f"{counted(num_steps, 'measured step')} of {counted(num_ranks, 'rank')}",
+        title=f"{count(num_steps, 'measured step')} of {count(num_ranks, 'rank')}",
         answer=answer,
         facts=(
             Fact("step_s", "a step takes", float(parts.step_seconds.mean()), seconds),

@@ -115,8 +115,8 @@ def _placed(
     """Return the label of a policy, and the columns of its microbatches."""
     is_auto = name == AUTO
     label, policy = _suggest(run, *on) if is_auto else (name, policy_of(name, *on))
-    found = [microbatch(placed, setup) for placed in policy(run)]
-    return label, list(map(np.array, zip(*found, strict=True)))
+    parts = [microbatch(placed, setup) for placed in policy(run)]
+    return label, list(map(np.array, zip(*parts, strict=True)))
 
 
 def _cluster(profile: HardwareProfile, num_ranks: int, per_node: int | None) -> Cluster:
