@@ -4,6 +4,7 @@ Inductor's `reorder_for_compute_comm_overlap` is not offered: it moves torch's o
 the operators of `attention.usp` overlap theirs themselves.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,8 @@ Mode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-
 
 # Modes that record CUDA graphs, and the nearest modes that do not.
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+_log = logging.getLogger(__name__)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -56,6 +59,7 @@ def compile_in_place(
 ) -> Callable[[], None]:
     """Compile a model with its hooks, called after `prepare`; return what undoes it."""
     before = model._compiled_call_impl
+    _log.info("a %s is compiled at its next call, which may take minutes", type(model).__name__)
 
     # Unlike `model.compile()`, this takes the hooks that cut inputs into the graph.
     def call(*args: Any, **kwargs: Any) -> Any:
