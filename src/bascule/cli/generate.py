@@ -55,12 +55,11 @@ def _report(
     seconds: dict[str, float],
     outputs: list[dict[str, Any]],
 ) -> "Report":
-    from bascule.quantities import Scale
-    from bascule.quantities import seconds as in_seconds
+    from bascule import quantities
     from bascule.report.page import Fact, Report, Rows
 
     rows = [(output["file"], *output["seconds"].values()) for output in outputs]
-    scale = Scale.of((value for row in rows for value in row[1:]), "s")
+    scale = quantities.Scale.of((value for row in rows for value in row[1:]), "s")
     columns = {"file": "{}", **dict.fromkeys(seconds, scale)}
     answer = f"{len(outputs)} of {prompts} outputs were missing and are in {options.out} now."
     if not outputs:
@@ -70,8 +69,8 @@ def _report(
         title=f"{prompts} outputs of {options.model}{mesh}",
         answer=answer,
         facts=tuple(
-            Fact(name, f"{name}, on average", mean_s, in_seconds)
-            for name, mean_s in seconds.items()
+            Fact(name, f"{name}, on average", mean, quantities.seconds)
+            for name, mean in seconds.items()
         ),
         parts=(Rows(f"time of each phase, {scale.unit}", columns, rows),) if rows else (),
     )

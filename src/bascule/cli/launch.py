@@ -111,21 +111,15 @@ def hand_over(result: str) -> bool:
     return True
 
 
-def speak() -> None:
-    """Show what bascule logs, on rank 0 from INFO on, above the bar if there is one."""
-    for name in _FOREIGN:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("bascule").setLevel("INFO" if os.environ["RANK"] == "0" else "WARNING")
-    handler = logging.lastResort  # unlike others it follows a bar's change of sys.stderr
-    assert handler is not None
-    handler.setLevel(logging.INFO)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-
-
 @contextmanager
 def joined(timeout_s: float) -> Iterator[torch.device]:
     """Join the job of RANK and WORLD_SIZE; yield this rank's device."""
-    speak()
+    for name in _FOREIGN:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("bascule").setLevel("INFO" if os.environ["RANK"] == "0" else "WARNING")
+    if (handler := logging.lastResort) is not None:  # unlike others it prints above a bar
+        handler.setLevel(logging.INFO)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logging.getLogger("bascule.comm.failures").setLevel(logging.CRITICAL)  # `main` prints errors
     device, backend = torch.device("cpu"), "gloo"
     if device_type() == "cuda":

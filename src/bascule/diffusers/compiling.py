@@ -20,8 +20,6 @@ Mode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-
 # Modes that record CUDA graphs, and the nearest modes that do not.
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
-_log = logging.getLogger(__name__)
-
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters; the host without any, or if they are offloaded."""
@@ -59,7 +57,8 @@ def compile_in_place(
 ) -> Callable[[], None]:
     """Compile a model with its hooks, called after `prepare`; return what undoes it."""
     before = model._compiled_call_impl
-    _log.info("a %s is compiled at its next call, which may take minutes", type(model).__name__)
+    text = f"a {type(model).__name__} is compiled at its next call, which may take minutes"
+    logging.getLogger(__name__).info(text)
 
     # Unlike `model.compile()`, this takes the hooks that cut inputs into the graph.
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -89,10 +89,11 @@ def check_prompt(
     if "max_area" in takes and len(set(map(bool, sides.values()))) > 1:
         raise ConfigError(f"a {kind} would scale both sides: give width and height, or neither")
     made = {name: side // multiple * multiple or multiple for name, side in sides.items() if side}
+    check_size(prompt, made, rule=f", or another multiple of {multiple}")
     factors = (getattr(pipeline, name, None) for name in _FRAME_FACTORS)
     if prompt.frames is not None and (factor := next(filter(None, factors), 0)):
-        made["frames"] = (prompt.frames - 1) // factor * factor + 1
-    check_size(prompt, made, rule=f", or another multiple of {multiple}")
+        made = {"frames": (prompt.frames - 1) // factor * factor + 1}
+        check_size(prompt, made, rule=f", or 1 more than another multiple of {factor}")
     if (check := getattr(pipeline, "check_inputs", None)) is not None:
         if picture:
             arguments.setdefault("image", Image.new("RGB", (multiple, multiple)))
@@ -106,12 +107,11 @@ def check_prompt(
 
 
 def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "", rule: str = "") -> None:
-    """Refuse a prompt if the pipeline makes other sizes; `rule` says which sides it can make."""
+    """Refuse a prompt if the pipeline makes other sizes; `rule` says what else it makes."""
     for name, size in made.items():
         if (asked := getattr(prompt, name)) not in (None, size):
             what = f"{where}{name} is {asked}"
-            advice = f"give {size}{rule if name != 'frames' else ''}"
-            raise ConfigError(f"{what}, and this pipeline makes it {size}: {advice}")
+            raise ConfigError(f"{what}, and this pipeline makes it {size}: give {size}{rule}")
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:

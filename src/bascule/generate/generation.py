@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bascule import quantities
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import member_of, resolve
@@ -29,15 +30,12 @@ from bascule.generate.generating import (
 )
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, read_prompts
 from bascule.plan.requests import Balanced, Queue
-from bascule.quantities import seconds as in_seconds
 from bascule.serve.engine import Engine
 from bascule.serve.jobs import Jobs, Sink
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task, num_steps_of
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
-
-_log = logging.getLogger(__name__)
 
 
 class Generation(Sink):
@@ -195,7 +193,8 @@ class Generation(Sink):
             write_record(path.with_suffix(".json"), record)
             write_media(path, frames, self._options.fps)
             self._records.append(record)
-            _log.info("%s is done after %s", task.id, in_seconds(sum(seconds.values())))
+            took = quantities.seconds(sum(seconds.values()))
+            logging.getLogger(__name__).info("%s is done after %s", task.id, took)
         except Exception as error:
             self._error = self._error or error
             return repr(error)

@@ -258,10 +258,8 @@ class Door:
 
     async def _list(self) -> Any:
         rows = _list_of(map(_row, await self._call(self._service.statuses)))
-        facts = {
-            name: getattr(self._service, name) for name in ("num_ranks", "kind", "takes_image")
-        }
-        return rows | {"model": self._options.model_name} | facts
+        rows |= {"kind": self._service.kind, "takes_image": self._service.takes_image}
+        return rows | {"model": self._options.model_name, "num_ranks": self._service.num_ranks}
 
     async def _get(self, request_id: str) -> Any:
         return _row(await self._call(self._service.status, request_id))

@@ -36,7 +36,6 @@ _SWEEP_S = 600.0  # between removals of old requests
 _DAY_S = 86400.0
 _MOST_STARTS = 2  # of a request; at the last start it runs alone
 _DISK_FULL = errno.ENOSPC, errno.EDQUOT
-_ENDS = {"done": "is done", "cancelled": "was cancelled", "failed": "failed"}
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +131,7 @@ class Service(Sink):
         """Wait for the thread, after the engine's end; raise its error, if it failed."""
         self._thread.join()
         self._spool.close()
-        num = sum(not task.is_cancelled for task in self._scheduler.tasks.values())
-        logger.info("stopped: %d requests go on at the next start with this --spool", num)
+        logger.info("stopped: requests that have not ended go on at the next start")
         if self._error is not None:
             raise self._error
 
@@ -340,10 +338,10 @@ class Service(Sink):
             self._full = f"the spool takes no ends of requests: {error}"
             return status
         self._unwritten.pop(status.id, None)
-        text = f"request {status.id} {_ENDS[state]} after {seconds(ended_at - status.created_at)}"
+        text = f"request {status.id}: {state} after {seconds(ended_at - status.created_at)}"
         text += f", ranks {' '.join(map(str, sorted(ranks)))}" if ranks else ""
-        text += f": {why}" if (why := reason.partition("\n")[0]) else ""
-        logger.log(logging.WARNING if state == "failed" else logging.INFO, "%s", text)
+        level = logging.WARNING if state == "failed" else logging.INFO
+        logger.log(level, "%s%s", text, f": {reason}".partition("\n")[0] if reason else "")
         if self.on_change is not None:
             self.on_change(status)
         return status
