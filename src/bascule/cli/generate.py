@@ -69,8 +69,7 @@ def _report(
         title=f"{prompts} outputs of {options.model}{mesh}",
         answer=answer,
         facts=tuple(
-            Fact(name, f"{name}, on average", mean, quantities.seconds)
-            for name, mean in seconds.items()
+            Fact(name, f"{name}, average", s, quantities.seconds) for name, s in seconds.items()
         ),
         parts=(Rows(f"time of each phase, {scale.unit}", columns, rows),) if rows else (),
     )

@@ -57,8 +57,7 @@ def compile_in_place(
 ) -> Callable[[], None]:
     """Compile a model with its hooks, called after `prepare`; return what undoes it."""
     before = model._compiled_call_impl
-    text = f"a {type(model).__name__} is compiled at its next call, which may take minutes"
-    logging.getLogger(__name__).info(text)
+    logging.getLogger(__name__).info("the next call compiles %s: it is slow", type(model).__name__)
 
     # Unlike `model.compile()`, this takes the hooks that cut inputs into the graph.
     def call(*args: Any, **kwargs: Any) -> Any:

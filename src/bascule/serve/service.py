@@ -254,8 +254,7 @@ class Service(Sink):
 
     def changed(self, task: Task, event: Event | None) -> None:
         """Report a changed request."""
-        if task.at is not None:
-            self._ranks.setdefault(task.id, set()).update(task.at.ranks)
+        self._ranks.setdefault(task.id, set()).update(task.at.ranks if task.at else ())
         if event is not None and event.kind == "done":
             self._forgive(task.id)  # a later death of ranks is not its fault
         if self.on_change is not None:
