@@ -706,6 +706,8 @@ def test_the_page_makes_pictures_and_cancels(images: Open, tmp_path: Path) -> No
         page.run("document.querySelectorAll('#open button')[1].click()")
         page.until("document.querySelector('#ended .cancelled')")
         service.step()
+        page.until("document.querySelector('.output')")
+        page.run("document.querySelector('.output').scrollIntoView()")  # only then it is loaded
         page.until("document.querySelector('#ended img')?.naturalWidth === 1")
         assert page.run("document.querySelectorAll('img').length") == 1  # no prompt is HTML
         assert page.run("document.querySelector('#ended a[download]').download").endswith(".png")
@@ -735,6 +737,8 @@ def test_the_page_asks_for_the_key(tmp_path: Path) -> None:
             page.until(f"document.getElementById('answer').innerText.includes('{said}')")
         ask_on(page, "waves", frames=9)
         with stepping(door.service):  # its video is not one
+            page.until("document.querySelector('.output')")
+            page.run("document.querySelector('.output').scrollIntoView()")
             page.until("document.body.innerText.includes('cannot show it: download it')")
         assert page.run("document.querySelector('#ended a[download]').download").endswith(".mp4")
         page.open(f"{door.url}/docs")
