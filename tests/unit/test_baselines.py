@@ -125,8 +125,8 @@ def spread(values: list[float]) -> str:
             ["Karmarkar-Karp", "one bucket a step", "batch_rebalance", "DpBalanced", "nothing"],
         ),
         ("| the same, equal", "equal counts", ["one bucket a step", "Karmarkar-Karp, equal"]),
-        ("| padded batches, one", "padded", ["one bucket a step", "batch_rebalance"]),
-        ("| padded batches, 8", "padded, accumulated", ["one bucket a step", "batch_rebalance"]),
+        ("| padded, one", "padded", ["one bucket a step", "batch_rebalance"]),
+        ("| padded, 8", "padded, accumulated", ["one bucket a step", "batch_rebalance"]),
         ("| sequences shared", "bags", ["BalancedCP", "DpBalanced, groups"]),
     ],
 )
