@@ -498,6 +498,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("plan --lengths 5/6 --num-layers 0", "--num-layers 0: must be an integer, at least 1"),
         ("plan --lengths 5/6 --step 5", "--step 5: lengths are as given"),
         ("topology --lengths 5/6 --seed 5", "--seed 5: lengths are as given"),
+        ("plan --lengths 5/6 --tflops 100", "--tflops 100.0: changes nothing without --wires"),
         ("plan --lengths 5/6 --memory-gb 1", "--memory-gb 1.0: limits nothing without --kb-per"),
         ("topology --lengths 5/6 --inter-gbs 1", "--inter-gbs"),
         ("simulate --data g1b1i16f1s0 --vae-us 1 --batch-size 2", "--batch-size 2: only for --man"),

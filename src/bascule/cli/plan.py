@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
 from bascule.errors import PlanError
-from bascule.options import Group, NewFile, Outputs
+from bascule.options import Group, NewFile, Outputs, refuse
 from bascule.quantities import Scale, count, flops, number, percent, seconds, times
 from bascule.report.charts import draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Format, Report, Rows
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bascule.machine.costs import Cost
     from bascule.plan.plan import Plan
 
+_WIRE_OPTIONS = "tflops", "intra_gbs", "inter_gbs", "latency_us", "ranks_per_node"
 _WIRE_SHARE = 0.05  # of a bag's time: from here on communication is named as the limit
 _EVEN = 1.01  # imbalance up to which ranks are called even
 _MOST_TERMS = 4  # of a topology that the advice writes out
@@ -55,12 +56,14 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
     lens = options.read(topology_ranks(options.topology))
     cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
+    if not (is_priced := options.wires or topology == "auto"):
+        refuse(options, _WIRE_OPTIONS, "changes nothing without --wires, which counts seconds")
     limits, machines = options.limits, options.machines(len(lens))
-    cluster = machines if options.wires or topology == "auto" else None
+    cluster = machines if is_priced else None
     terms = Terms(topology, cost, limits, None, cluster, options.locality_tolerance)
     plan = terms.priced(offer_of(lens)).plan()
-    notes = options.notes(is_priced=cluster is not None)
-    if cluster is None:
+    notes = options.notes(is_priced=is_priced)
+    if not is_priced:
         notes.append(f"The advice counts communication in bags, on {options.hardware()}.")
     advice, priced = _advice(plan, options, machines)
     report = report_of(plan, cost, cluster, advice, notes)
