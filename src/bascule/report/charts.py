@@ -17,14 +17,14 @@ _COLORS = {
     thing: color
     for color, things in {
         "orange": "as loaded,now,none,without,fifo,slowest rank",
-        "blue": "balanced,with bascule,mean,computed",
+        "blue": "balanced,with bascule,average,computed",
         "green": "compute,greedy",
-        "red": "communication,loader",
+        "red": "communication,data loader",
         "yellow": "routing,sjf",
-        "pink": "all gather,srtf",
-        "sky": "ulysses",
+        "pink": "all-gather,srtf",
+        "sky": "Ulysses",
         "violet": "ring",
-        "brown": "reduce scatter",
+        "brown": "reduce-scatter",
         "stone": "host,rest,bound",
         "wait": "waiting",
         "line": "left out",
@@ -99,7 +99,7 @@ def draw_bars(
     """Draw a bar for each name, stacked of parts; `parts` has the (bars,) values of each."""
 
     def draw() -> str:
-        values = {part.replace("_", " "): np.asarray(x).tolist() for part, x in parts.items()}
+        values = {part: np.asarray(x).tolist() for part, x in parts.items()}
         colors, totals = _colors_of(values), np.sum([*values.values()], axis=0)
         axis, rows = _axis(unit, totals, from_zero=True), ""
         for bar, name in enumerate(names):
@@ -217,7 +217,7 @@ def _axis(
     """Make an axis for values in a base unit; one from zero ends at a tick."""
     x = np.asarray(values, float)
     x = x[np.isfinite(x)]
-    scale = Scale(0.01, "%") if unit == "share" else Scale.of(x.tolist(), unit)
+    scale = Scale.of(x.tolist(), unit)
     low, high = 0.0 if from_zero else x.min() / scale.factor, x.max() / scale.factor
     high = high if high > low else low + 1.0
     size = 10.0 ** np.floor(np.log10((high - low) / _STEPS))

@@ -189,14 +189,14 @@ def _console_tables(rows: Rows, width: int) -> "Iterator[Table]":
     hidden = len(rows.rows) - rows.num_shown
     for number, part in enumerate(parts):
         table = Table(title=plain(rows.title) + ", continued" * (number > 0))
-        room, wanted = width - 1, sum(most[x] - least[x] for x in part)
-        room -= sum(least[x] + 3 for x in part)
-        share = min(max(room, 0) / max(wanted, 1), 1.0)
-        for x in part:
-            size = least[x] + int((most[x] - least[x]) * share)
+        caps = ([max(least[x], min(most[x], cap)) for x in part] for cap in range(width, -1, -1))
+        fitting = [sizes for sizes in caps if sum(sizes) + 3 * len(part) < width]
+        sizes = fitting[0] if fitting else [least[x] for x in part]  # the widest give way first
+        for x, size in zip(part, sizes, strict=True):
             side = "right" if rows.is_number(x) else "left"
             table.add_column(plain(texts[x][0]), justify=side, width=size, overflow="fold")
-        longest = min(_BAR_WIDTH, room - wanted - 3) if part is parts[-1] else 0
+        room = width - 4 - sum(size + 3 for size in sizes)
+        longest = min(_BAR_WIDTH, room) if part is parts[-1] else 0
         scale = max(longest, 0) / (max(rows.bars, default=0.0) or 1.0)
         for row, cells in enumerate(zip(*(texts[x][1:] for x in part), strict=True)):
             bars = ("█" * round(bar * scale) for bar in rows.bars[row : row + 1] if longest > 0)
