@@ -215,8 +215,7 @@ def _axis(
     unit: str, values: npt.ArrayLike, *, from_zero: bool = False, is_log: bool = False
 ) -> _Axis:
     """Make an axis for values in a base unit; one from zero ends at a tick."""
-    x = np.asarray(values, float)
-    x = x[np.isfinite(x)]
+    x = np.array([x for x in np.ravel(values).tolist() if np.isfinite(x)] or [0.0])
     scale = Scale.of(x.tolist(), unit)
     low, high = 0.0 if from_zero else x.min() / scale.factor, x.max() / scale.factor
     high = high if high > low else low + 1.0
