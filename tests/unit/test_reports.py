@@ -160,7 +160,7 @@ def test_the_command_is_on_the_page() -> None:
 
 
 KINDS = {
-    "plan": "--data g8b4i256f1s0,g2b1i1024f9s1 --topology g2n5",
+    "plan": "--data g64b16i256f1s0,g2b1i1024f9s1 --topology g2n33",
     "topology": "--data g4b8i256f1s0,g4b1i1024f1s0 --steps 1",
     "simulate": "--data g16b4i256f1s0,g8b1i2048f1s0 --topologies none loader auto --steps 2 "
     "--gpu-hour-price 2.5 --vae-us 60 --text-encoder-us 20",

@@ -60,7 +60,7 @@ def test_segments_follow_each_other_and_colours_grow_with_lengths() -> None:
     svg = draw_step(plan_batch(LENS, "g1n4", COST), COST)
     color_of: dict[int, str] = {}
     for bar in panel_of(svg, "before"):
-        end = 118.0
+        end = 136.0
         for rect in bar["work"] + bar["wait"]:
             assert float(rect.get("x", "nan")) == pytest.approx(end, abs=0.05)
             end += float(rect.get("width", "nan"))

@@ -177,8 +177,12 @@ def draw_map(
             edges = [0, *(np.flatnonzero(np.diff(line)) + 1).tolist(), len(line)]
             for start, end in pairwise(edges):
                 ways[line[start]] += f"M{start} {row}h{end - start}v1h{start - end}z"
+        ramp = np.linspace(0, 1, len(names)).tolist()  # ever lighter, which every eye can tell
         colors = {
-            name: _nth_color(name, n / max(len(names) - 1, 1)) for n, name in enumerate(names)
+            name: f"var(--{_COLORS[name]})"
+            if name in _COLORS
+            else f"oklch({0.36 + 0.54 * x:.3f} 0.13 {290 - 190 * x:.0f})"
+            for name, x in zip(names, ramp, strict=True)
         }
         marks = "".join(
             f'<path d="{way}" fill="{color}"><title>{escape(name)}</title></path>'
@@ -246,12 +250,6 @@ def _colors_of(names: Iterable[str]) -> dict[str, str]:
     known = {name: _COLORS.get(name) for name in names}
     free = cycle([color for color in _OTHERS if color not in known.values()])
     return {name: f"var(--{color or next(free)})" for name, color in known.items()}
-
-
-def _nth_color(name: str, share: float) -> str:
-    """Return the colour of a class; they become lighter, so that they differ for every eye."""
-    ramp = f"oklch({0.36 + 0.54 * share:.3f} 0.13 {290 - 190 * share:.0f})"
-    return f"var(--{_COLORS[name]})" if name in _COLORS else ramp
 
 
 def _legend(colors: Mapping[str, str], strokes: Mapping[str, str] | None = None) -> str:

@@ -31,16 +31,6 @@ def columns(*headings: str) -> dict[str, Format]:
     return {name: pattern or "{}" for name, _, pattern in pairs}
 
 
-def ms(seconds: float) -> str:
-    """Write seconds as milliseconds."""
-    return f"{seconds * 1e3:.4g} ms"
-
-
-def mib(num_bytes: float) -> str:
-    """Write bytes as MiB."""
-    return f"{num_bytes / 2**20:,.4g} MiB"
-
-
 @dataclass(frozen=True, slots=True)
 class Fact:
     """A number of a report."""

@@ -17,12 +17,12 @@ from bascule.quantities import amount, percent, times
 
 MOST_RANKS = 64  # bars of a picture
 _COLORS = ("#b7d7f0", "#7fb5e1", "#4a90cc", "#2a6bb0", "#24579c")
-_LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
+_LEFT, _PLOT, _RIGHT = 136.0, 620.0, 22.0
 _WIDTH = _LEFT + _PLOT + _RIGHT
 _BAR, _PITCH, _HEAD, _FOOT, _LINE = 18.0, 23.0, 62.0, 26.0, 20.0
 _LEGEND_COLUMNS = 3
 _THINNEST = 0.005  # width below which a segment is a rounding error
-_MOST_FIELDS = 3000  # of more sequences, those of a rank and colour are one segment
+_MOST_FIELDS = 2000  # of more shares of sequences, those of a rank and colour are one segment
 _WIRES, _WAIT = 'class="wires"', 'class="wait"'
 
 # On a page text keeps its size, and bars take the width that is there. The page sets the colours.
@@ -112,7 +112,7 @@ def _bar_of(
         (_work(_color(bounds, seq_len)), f"sequence {seq_id}: {seq_len:,} tokens", cost)
         for seq_id, seq_len, cost in rows
     ]
-    if plan.seq_lens.size > _MOST_FIELDS:
+    if plan.seq_lens.size * plan.topology.bag_sizes.max() > _MOST_FIELDS:
         segments = [
             (look, f"{len(alike)} sequences", sum(cost for *_, cost in alike))
             for look, group in groupby(segments, key=itemgetter(0))
@@ -154,21 +154,16 @@ def _panel(
     name: str, title: str, bars: Sequence[_Bar], top: float, scale: float, unit: str
 ) -> list[str]:
     """Draw a heading and a bar for each rank, below `top`."""
-    end, shown, top_of_bars = max(bar.load for bar in bars), bars[:MOST_RANKS], top + _HEAD
+    end, shown, first = max(bar.load for bar in bars), bars[:MOST_RANKS], top + _HEAD
     x, height = end * scale, _PITCH * len(shown)
+    told = escape(f"the step ends: {amount(end, unit)}")
     return [
         f'<g class="{name}">',
         f'<text class="head" x="18" y="{top + 27:g}">{escape(title)}</text>',
         f'<text x="18" y="{top + 47:g}">{escape(_waiting(bars))}</text>',
-        *(
-            line
-            for k, bar in enumerate(shown)
-            for line in _bar(bar, top_of_bars + _PITCH * k, end, scale)
-        ),
-        f'<rect class="end" {_from(x)} y="{top_of_bars - 6:g}" width="1.5" '
-        f'height="{height + 6:g}"/>',
-        f'<text x="{_LEFT:g}" y="{top_of_bars + height + 12:g}">'
-        f"{escape(f'the step ends: {amount(end, unit)}')}</text>",
+        *(x for k, bar in enumerate(shown) for x in _bar(bar, first + _PITCH * k, end, scale)),
+        f'<rect class="end" {_from(x)} y="{first - 6:g}" width="1.5" height="{height + 6:g}"/>',
+        f'<text x="{_LEFT:g}" y="{first + height + 12:g}">{told}</text>',
         "</g>",
     ]
 
