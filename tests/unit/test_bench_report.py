@@ -5,26 +5,8 @@ from typing import Any
 import pytest
 
 from bascule.cli.bench import report_of
-from bascule.report.page import Report, Rows
-
-ARM: dict[str, Any] = {"wir": 2.0, "imbalance": 1.5, "fbl_median_s": 1.5, "hfu": None}
-ARM |= {"fbl_spread_s": [1.4, 1.6], "tokens_per_s": 9.0, "flops_per_s": 9e9}
-LOSSES = {"loss_first": [0.3, 0.3], "loss_last": [0.2, 0.2], "tokens_per_rank": [4.0, 5.0]}
-SETTING = {"world_size": 2, "device": "cpu", "topology": "g1n2", "skipped_photos": 0}
-NAMES = ("seconds_unbalanced", "seconds_balanced", "loss_unbalanced", "loss_balanced")
-
-
-def reported(
-    gamma: float = 0.4, fit_error: float | None = 0.1, binding: int = 0, **changes: Any
-) -> Report:
-    summary = {"setting": SETTING | {"gamma": gamma, "fit_error": fit_error}, "steps": 5, **LOSSES}
-    summary |= {"unbalanced": ARM, "balanced": ARM | {"wir": 1.1, "fbl_median_s": 1.0}}
-    summary |= {"measured_ratio": 1.5, "predicted_ratio": 1.6, "measured_ratio_spread": [1.4, 1.6]}
-    summary |= {"single_binds_steps": binding, "sent_bytes_per_step": 2**20, "moved_tokens": 9}
-    summary |= {"loss_difference": 1e-9, "grad_difference": 1e-8, "grad_difference_first": 1e-8}
-    summary |= changes
-    step: dict[str, Any] = dict(zip(NAMES, (1.5, 1.0, 0.3, 0.3), strict=True))
-    return report_of(summary | {"topologies": {"g1n2": summary}}, [step | {"topology": "g1n2"}] * 5)
+from bascule.report.page import Rows
+from tests.helpers.report_cases import ARM, LOSSES, NAMES, SETTING, reported
 
 
 def test_topologies_stand_in_one_table() -> None:

@@ -1,71 +1,17 @@
 """Findings of `bascule doctor` in invented measurements, and the options it refuses; no ranks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from bascule.arrays import Floats
 from bascule.bench import doctor
-from bascule.bench.doctor import Finding, Measured, Timing, judge, named
+from bascule.bench.doctor import Measured, named
 from bascule.bench.options import DoctorOptions
 from bascule.cli.doctor import report_of
 from bascule.machine.cluster import HardwareProfile
 from bascule.report.page import Rows
-
-ROUNDS = 8
-FACTS = {"host": "a", "device": "H100", "memory_bytes": 80 * 10**9, "num_threads": 8}
-FACTS |= {"python": "3.12.1", "torch": "2.13.0", "bascule": "0.1.0", "numpy": "2.4.0"}
-FACTS |= {"cuda": "12.9", "nccl": "2.27.3", "backend": "cpu:gloo,cuda:nccl", "timeout_s": 120.0}
-FAR = 8e-3
-"""Seconds of a link between hosts, which is slower than one within a host: no finding."""
-
-
-def seconds(of_ranks: Sequence[float] | Floats) -> Floats:
-    """(rounds, ranks) with a percent of noise, and one round in which everything is slow."""
-    noise = np.random.default_rng(0).uniform(0.99, 1.01, (ROUNDS, len(of_ranks)))
-    noise[3] *= 5.0
-    return noise * np.array(of_ranks)
-
-
-def measured(
-    work_s: Sequence[float] = (1e-3,) * 4,
-    link_s: Sequence[float] = (1e-3,) * 4,
-    hosts: str = "aabb",
-    store_s: float = 1e-4,
-    last: dict[str, object] | None = None,
-    **facts: object,
-) -> Measured:
-    """Ranks with work of a TFLOP, and links of their ring with messages of a megabyte.
-
-    Some facts of all ranks, and of the last one, may be others.
-    """
-    size = len(hosts)
-    ones, of_links = np.ones(size), seconds(link_s)
-    of_ranks = [FACTS | {"host": host} | facts for host in hosts]
-    of_ranks[-1] |= last or {}
-    return Measured(
-        of_ranks,
-        [
-            Timing("store", "store", "cpu", 0, 0.0, seconds(store_s * ones)),
-            Timing("work", "matmul", "cuda", 0, 1e12, seconds(work_s)),
-            Timing("work", "attention", "cuda", 0, 1e12, seconds(1e-3 * ones)),
-            Timing("collective", "all-to-all", "cuda", 10**6, 75e4, seconds(1e-3 * ones)),
-            *(
-                Timing("link", "link", "cuda", num_bytes, num_bytes, own, (rank, (rank + 1) % size))
-                for rank in range(size)
-                for num_bytes, part in ((1000, 0.01), (10**6, 1.0))
-                for own in (part * of_links[:, [rank]],)
-            ),
-        ],
-    )
-
-
-def found(given: Measured, profile: Any = None, tolerance: float = 0.1) -> list[Finding]:
-    return judge(given, tolerance, 0.5, profile)
-
+from tests.helpers.report_cases import FACTS, FAR, ROUNDS, found, measured, seconds
 
 H100 = HardwareProfile(device="H100")
 FAST = HardwareProfile(device="H200", matmul_flops_per_s=2e15, attention_flops_per_s=1e15)

@@ -25,9 +25,8 @@ from bascule.report.page import Chart, Fact, Report, Rows, render
 from tests.helpers.browser import Page, data_of, faults_of_layout, opened, screenshot
 from tests.helpers.calibrations import calibrated
 from tests.helpers.cli import Console, run
+from tests.helpers.report_cases import found, measured, reported
 from tests.helpers.trace_cases import Run as TracedRun
-from tests.unit.test_bench_report import reported
-from tests.unit.test_doctor import found, measured
 
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>&amp;"\''
 OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24))

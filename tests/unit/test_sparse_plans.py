@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -552,17 +552,23 @@ def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
     assert expected == pytest.approx(gain, abs=5e-4)
 
 
-def test_a_picture_shows_the_study() -> None:
+def test_a_picture_shows_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[Sequence[str], Bools]] = []
+
+    def draw_map(*texts: Any) -> None:
+        drawn.append((texts[3], np.asarray(texts[4]())))
+
+    monkeypatch.setattr("bascule.cli.sparse.draw_map", draw_map)
     steps = drifting(3)
     setting = setting_of(steps[0], (1, 4), (2, 2), (4, 1), machine=DEAR_LAUNCHES)
     found = study("drifting", [steps, steps], setting, (0.0, 0.1), (0.0, 1.0, 4.0))
-    traces: Any = draw(found, 5).data
-    mask, ranks, chosen = traces
-    assert (mask.z == steps[0][5]).all()
-    assert (ranks.z == setting.plan("minimal_move", steps[0], found.best).rank_of).all()
+    draw(found, 5)
+    (_, mask), (_, ranks), (meshes, chosen) = drawn
+    assert (mask == steps[0][5]).all()
+    assert (ranks == setting.plan("minimal_move", steps[0], found.best).rank_of).all()
     assert found.best == (1, 4)
-    assert chosen.z.shape == (2, 3)
-    names = [chosen.colorbar.ticktext[place] for place in chosen.z.ravel()]
+    assert chosen.shape == (2, 3)
+    names = [meshes[place] for place in chosen.ravel()]
     told = [x.degrees for run_of in found.runs for x in run_of.choices]
     assert names == [f"U{ulysses}R{ring}" for ring, ulysses in told] == ["U4R1"] * 6
     assert {x for _, x in found.runs[0].reuses} == {0.0, TOLERANCE, 0.1}

@@ -64,12 +64,12 @@ def draw_loads(before: npt.ArrayLike, after: npt.ArrayLike, unit: str) -> Chart:
         for rank in ranks:
             for place, (name, of_ranks) in enumerate(loads.items()):
                 left, right = across([rank + 0.4 * place - 0.4, rank + 0.4 * place])
-                top, told = (
+                top, hover = (
                     up(of_ranks[rank]),
                     f"rank {rank}, {name}: {amount(of_ranks[rank], unit)}",
                 )
                 bars += f'<rect x="{left:.4f}" y="{1 - top:.4f}" width="{right - left:.4f}" '
-                bars += f'height="{top:.4f}" fill="{colors[name]}"><title>{told}</title></rect>'
+                bars += f'height="{top:.4f}" fill="{colors[name]}"><title>{hover}</title></rect>'
         return _legend(colors) + _plot(bars, across, up)
 
     return Chart(title, words, draw)
@@ -105,9 +105,9 @@ def draw_bars(
         for bar, name in enumerate(names):
             rows += f"<b>{escape(name)}</b><span>"
             for part, x in values.items():
-                told = escape(f"{name}, {part}: {amount(x[bar], unit)}")
+                hover = escape(f"{name}, {part}: {amount(x[bar], unit)}")
                 rows += f'<i style="width:{axis(x[bar]):.2%};background:{colors[part]}" '
-                rows += f'title="{told}"></i>'
+                rows += f'title="{hover}"></i>'
             rows += f"</span><em>{axis.text(totals[bar].item())}</em>"
         return (
             f'{_legend(colors) if len(colors) > 1 else ""}<div class="bars">{rows}<b></b>'
@@ -147,8 +147,8 @@ def draw_lines(
             marks += f'<path d="M{way}" {strokes[name]}><title>{escape(name)}</title></path>'
             measured = (points or {}).get(name) or (*dots, [False] * len(line))
             for at, up, is_hollow in zip(*measured, strict=False):
-                told = escape(f"{name}, {axes[0]} {number(at)}: {amount(up, axes[1])}")
-                dot = f'd="M{x(at):.4f} {1 - y(up):.4f}h0"><title>{told}</title></path>'
+                hover = escape(f"{name}, {axes[0]} {number(at)}: {amount(up, axes[1])}")
+                dot = f'd="M{x(at):.4f} {1 - y(up):.4f}h0"><title>{hover}</title></path>'
                 if len(measured[0]) <= _MOST_POINTS:
                     marks += f'<path class="dot" stroke="{colors[name]}" {dot}'
                     marks += f'<path class="hole" {dot}' * is_hollow

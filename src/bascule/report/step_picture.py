@@ -156,14 +156,14 @@ def _panel(
     """Draw a heading and a bar for each rank, below `top`."""
     end, shown, first = max(bar.load for bar in bars), bars[:MOST_RANKS], top + _HEAD
     x, height = end * scale, _PITCH * len(shown)
-    told = escape(f"the step ends: {amount(end, unit)}")
+    ending = escape(f"the step ends: {amount(end, unit)}")
     return [
         f'<g class="{name}">',
         f'<text class="head" x="18" y="{top + 27:g}">{escape(title)}</text>',
         f'<text x="18" y="{top + 47:g}">{escape(_waiting(bars))}</text>',
         *(x for k, bar in enumerate(shown) for x in _bar(bar, first + _PITCH * k, end, scale)),
         f'<rect class="end" {_from(x)} y="{first - 6:g}" width="1.5" height="{height + 6:g}"/>',
-        f'<text x="{_LEFT:g}" y="{first + height + 12:g}">{told}</text>',
+        f'<text x="{_LEFT:g}" y="{first + height + 12:g}">{ending}</text>',
         "</g>",
     ]
 
