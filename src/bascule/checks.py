@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
+from bascule.quantities import number as written
 
 MAX_WHOLE = 2**53
 """Largest whole number that is taken: all up to it are exact in float64."""
@@ -50,7 +51,8 @@ def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> in
     if not is_bool and isinstance(value, Integral) and least <= int(value) <= most:
         return int(value)
     raise ConfigError(
-        f"{_named(name, value)} must be an integer, at least {least} and at most {_power(most)}"
+        f"{_named(name, value)} must be an integer, at least {_bound(least)} and at most "
+        f"{_bound(most)}"
     )
 
 
@@ -60,7 +62,7 @@ def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBE
     if is_real and least <= cast(float, value) <= most:
         return float(cast(float, value))
     raise ConfigError(
-        f"{_named(name, value)} must be finite, at least {least:g} and at most {most:g}"
+        f"{_named(name, value)} must be finite, at least {_bound(least)} and at most {_bound(most)}"
     )
 
 
@@ -121,7 +123,7 @@ def array(name: str, values: object) -> npt.NDArray[Any]:
         raise ConfigError(
             f"{name} of type {type(values).__name__} cannot be read as an array ({reason[:200]}): "
             "give a list of numbers or a numpy array; a tensor has .tolist()"
-        ) from error
+        ) from None
 
 
 def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHOLE) -> Ints:
@@ -132,11 +134,11 @@ def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHO
         raise ConfigError(f"{name} of shape {table.shape} and dtype {table.dtype}: give {needed}")
     if table.size and table.dtype.kind not in "iu":
         raise ConfigError(
-            f"{name} of dtype {table.dtype}: give {table.size} integers, from 0 to {_power(most)}"
+            f"{name} of dtype {table.dtype}: give {table.size} integers, from 0 to {_bound(most)}"
         )
     if table.size and not 0 <= table.min() <= table.max() <= most:
         wrong = table.min() if table.min() < 0 else table.max()
-        raise ConfigError(f"{name} has {wrong}: it must be at least 0, at most {_power(most)}")
+        raise ConfigError(f"{name} has {wrong}: it must be at least 0, at most {_bound(most)}")
     return table.astype(np.int64)
 
 
@@ -231,10 +233,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 20]}..{text[-15:]}"
 
 
-def _power(bound: int) -> str:
-    """Format a bound, a large power of two as 2^n."""
-    exponent = bound.bit_length() - 1
-    return f"2^{exponent}" if exponent > 20 and bound == 1 << exponent else f"{bound}"
+def _bound(bound: float) -> str:
+    """Format a bound with all of its digits, a large power of two as 2^n."""
+    if isinstance(bound, int) and bound > 2**20 and not bound & bound - 1:
+        return f"2^{bound.bit_length() - 1}"
+    return f"{bound:,.15g}" if not bound or 1e-6 <= abs(bound) < 1e15 else written(bound)
 
 
 def _named(name: str, value: object) -> str:

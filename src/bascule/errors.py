@@ -5,6 +5,14 @@ class ConfigError(ValueError):
     """An argument is wrong: the message names the value, the limit and the fix."""
 
 
+class QuestionError(ConfigError):
+    """The table of a data set can be read in several ways; `options` choose the likeliest."""
+
+    def __init__(self, text: str, **options: str | float) -> None:
+        super().__init__(text)
+        self.options = options
+
+
 class PlanError(ValueError):
     """Legal items that no plan can place within the limits: names the item and the miss."""
 

@@ -29,7 +29,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
@@ -53,4 +53,4 @@ def parse_json(text: str, where: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None

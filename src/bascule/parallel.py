@@ -134,7 +134,7 @@ def _offer(microbatches: Iterable[npt.ArrayLike | Sequences]) -> Offer:
             where = f"microbatch {place}: " if len(each) > 1 else ""
             raise ConfigError(where + text) from None
     if not offers:
-        raise ConfigError("no microbatches: give the lengths of one at least")
+        raise ConfigError("no microbatches: give the sequence lengths of at least one")
     return Offer.stacked(offers)
 
 
@@ -205,7 +205,9 @@ class SequenceParallel:
             if topology != "auto":
                 self.topology = Topology.parse(topology, world_size=len(ranks))
             elif cluster is None:
-                raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+                raise ConfigError(
+                    'topology "auto" needs a cluster, for the speed of wires: give one'
+                )
             if cluster is not None:
                 cluster.check_world(len(ranks))
             settings = self._terms_now()[1]
@@ -372,7 +374,7 @@ def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:
     missing = sorted(set(ranks) - set(data.ranks))
     if missing:
         raise ConfigError(
-            f"data_group has the ranks {list(data.ranks)}, without {missing} of the group: a mean "
-            "is taken over all ranks whose gradients are averaged, those of the group included"
+            f"data_group has the ranks {list(data.ranks)} but not {missing} of the group: give all "
+            "ranks whose gradients are averaged, and the group's ranks are among them"
         )
     return data

@@ -7,11 +7,15 @@ read JSON, which has all digits.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 _PREFIXES = tuple((10.0 ** (3 * power), prefix) for power, prefix in enumerate(" KMGTPE"))
-_TIMES = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
+_TIMES = (
+    *((1e-15, "fs"), (1e-12, "ps"), (1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s")),
+    *((60.0, "min"), (3600.0, "h"), (86400.0, "days")),
+)
 _FEWEST = {60.0: 2.0, 3600.0: 2.0, 86400.0: 2.0}  # 90 seconds are not 1.5 minutes
-_SMALLEST = 1e-6  # a number below it is written with a power of ten
+_SMALLEST, _LARGEST = 1e-6, 1e15  # other numbers are written with a power of ten
 _EXPONENTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NO_NUMBER = "not known"
 _SYMBOLS = {"USD": "$", "EUR": "€", "GBP": "£"}
@@ -30,14 +34,14 @@ class Scale:
 
         Args:
             values: In the base unit; None and numbers that are not finite do not count.
-            unit: "s" becomes µs to days; "B", "FLOP", and either a second ("B/s") get prefixes up
+            unit: "s" becomes fs to days; "B", "FLOP", and either a second ("B/s") get prefixes up
                 to E (10^18); any other unit stays as it is.
         """
         sizes = [abs(value) for value in values if value is not None and math.isfinite(value)]
         most = max(sizes, default=0.0)
         if unit == "s":
             steps = [(factor * _FEWEST.get(factor, 1.0), factor, name) for factor, name in _TIMES]
-            first = 2 if most == 0.0 else 0  # 0 s, not 0 µs
+            first = 5 if most == 0.0 else 0  # 0 s, not 0 fs
         elif unit in ("B", "FLOP", "B/s", "FLOP/s"):
             steps = [(factor, factor, (prefix + unit).strip()) for factor, prefix in _PREFIXES]
             first = 0
@@ -58,12 +62,16 @@ def number(value: float | None) -> str:
         return _NO_NUMBER
     if math.isinf(value):
         return "infinite" if value > 0 else "-infinite"
-    if value == 0 or (isinstance(value, int) and abs(value) >= 1):
-        return f"{value:,.0f}"
-    if abs(value) < _SMALLEST:
+    if 0 < abs(value) < _SMALLEST or abs(value) >= _LARGEST:
         digits, exponent = f"{value:.1e}".split("e")
         return f"{digits} x 10{str(int(exponent)).translate(_EXPONENTS)}"
-    return f"{value:,.{_decimals(value)}f}"
+    is_whole = value == 0 or isinstance(value, Integral)
+    return f"{value:,.{0 if is_whole else _decimals(value)}f}"
+
+
+def count(how_many: int, noun: str, ending: str = "s") -> str:
+    """Write how many there are of something: 1 step, 12,345 steps."""
+    return f"{number(how_many)} {noun}{'' if how_many == 1 else ending}"
 
 
 def _decimals(value: float) -> int:
@@ -82,7 +90,7 @@ def amount(value: float | None, unit: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Write seconds as µs to days."""
+    """Write seconds as fs to days."""
     return amount(value, "s")
 
 
@@ -123,9 +131,9 @@ def money(value: float | None, currency: str = "USD") -> str:
 
 def with_spread(value: float, spread: float | None, unit: str) -> str:
     """Write a value and its spread in one unit and with as many decimals: 796 ± 530 µs."""
-    scale = Scale.of([value], unit)
-    scaled = value / scale.factor
     if spread is None or not math.isfinite(spread):
-        return f"{number(scaled)} {scale.unit}, spread {_NO_NUMBER}"
-    decimals = _decimals(scaled) if scaled else 0
-    return f"{scaled:,.{decimals}f} ± {spread / scale.factor:,.{decimals}f} {scale.unit}"
+        return f"{amount(value, unit)}, spread {_NO_NUMBER}"
+    scale, largest = Scale.of([value, spread], unit), max(abs(value), spread)
+    decimals = _decimals(largest / scale.factor) if largest else 0
+    texts = (f"{part / scale.factor:,.{decimals}f}" for part in (value, spread))
+    return f"{' ± '.join(texts)} {scale.unit}"

@@ -190,8 +190,8 @@ class Step:
         masks, ranks = plan.masks, plan.topology.bags[plan.topology.bag_of_rank[group.rank]]
         if masks is not None and not (masks.is_causal.all() and masks.counts.max(initial=0) <= 1):
             raise ConfigError(
-                "layers with a state along the sequence, such as gated delta layers, in a step of "
-                "masks that are not plain causal ones: plan without masks"
+                "layers with a state along the sequence, such as gated delta layers, need plain "
+                "causal attention, but this step was planned with other masks: plan without masks"
             )
         layouts = [plan.local(rank) for rank in ranks]
         ids = np.concatenate([layout.seq_ids[layout.slots] for layout in layouts])
@@ -380,7 +380,7 @@ class Step:
             if is_marked.dtype != torch.bool or is_marked.shape != wanted or not is_marked.is_cpu:
                 raise ConfigError(
                     f"count_routed: a {is_marked.dtype} tensor of {tuple(is_marked.shape)} on "
-                    f"{is_marked.device}: give a bool tensor of {wanted} on the host"
+                    f"{is_marked.device}: give a bool CPU tensor of {wanted}"
                 )
             return "rows of a bool tensor"
 
@@ -432,13 +432,13 @@ class Step:
         masks = self.plan.masks
         if scores.is_near and not (causal or (masks is not None and masks.is_causal.all())):
             raise ConfigError(
-                f"attend: {scores}, and not all attention is causal: windows and chunks need "
+                f"attend: {scores}, but attention is not causal: windows and chunks need "
                 'causal=True, or Sequences(.., masks="causal") in the plan'
             )
         if causal and self.plan.masks is not None:
             raise ConfigError(
-                "attend: causal=True, and the sequences were planned with masks, which hold for "
-                'every attention: leave it out, or plan with Sequences(.., masks="causal")'
+                "attend: causal=True contradicts the masks that the sequences were planned with: "
+                'leave it out, or plan with Sequences(.., masks="causal")'
             )
 
     def _sizes_of(self, what: str, q: Tensor, k: Tensor) -> list[int]:
@@ -522,13 +522,13 @@ def check_mean(values: Any, weights: Any) -> None:
     """Refuse values and weights that have no mean over tokens."""
     if not isinstance(values, Tensor) or not isinstance(weights, Tensor | None):
         raise ConfigError(
-            f"mean: values are a {type(values).__name__} and weights a {type(weights).__name__}: "
-            "give tensors"
+            f"mean: values are a {type(values).__name__}, weights a {type(weights).__name__}: give "
+            "tensors"
         )
     if values.dim() == 0 or not values.is_floating_point() or values.is_meta:
         raise ConfigError(
             f"mean: values of shape {tuple(values.shape)} and {values.dtype} on {values.device}: "
-            "give a real floating-point value for each token, not their mean or sum (a scalar)"
+            "give one real floating-point value per token, not their mean or sum (a scalar)"
         )
     if weights is None:
         return
@@ -548,7 +548,7 @@ def check_mean(values: Any, weights: Any) -> None:
 def check_weights(weights: Tensor | None) -> None:
     """Refuse weights that require a gradient."""
     if isinstance(weights, Tensor) and weights.requires_grad:
-        raise ConfigError("mean: weights want a gradient, and get none: pass weights.detach()")
+        raise ConfigError("mean: weights require a gradient but get none: pass weights.detach()")
 
 
 _SCHEMAS = {

@@ -177,7 +177,7 @@ def test_a_bad_fit_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     done = in_a_job(_real, "calibrate", *SMALL, "32", "--out", str(path), "--limit", "0")
     assert done.returncode == 1 and not path.exists()
-    assert "refused: " in done.stdout and "the limit is 0%" in done.stdout
+    assert "refused: " in done.stdout and "the limit is 0 %" in done.stdout
     assert "nothing was saved" in done.stdout
 
 

@@ -171,7 +171,7 @@ def test_the_command_in_a_job(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert done.returncode == bool(report["findings"]), done.stderr
     assert "2 ranks" in done.stdout and "all-to-all" in done.stdout and "Neighbours" in done.stdout
-    assert ("nothing was found" in done.stdout) == (not report["findings"])
+    assert ("All checks passed" in done.stdout) == (not report["findings"])
 
 
 def test_findings_are_exit_code_1_and_json_goes_to_standard_output(tmp_path: Path) -> None:

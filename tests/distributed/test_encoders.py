@@ -134,7 +134,7 @@ def test_texts_are_padded_videos_are_cut_and_images_refused() -> None:
     texts, videos, refused = said[0]
     assert texts == ["3 of 6 items moved: imbalance 1.00 instead of 2.50"] * 3
     assert all(one.endswith("imbalance 1.00 instead of 3.00") for one in videos), videos
-    assert "do not hold as many items each" in refused and "rank 1" in refused
+    assert "differ in their number of items" in refused and "rank 1" in refused
 
 
 @on_ranks(3)
@@ -148,7 +148,7 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
     bad: dict[str, list[dict[str, Any]]] = {
         "ValueError('item 13 cannot be encoded')": fails,
         "item 0: length_fn is 0; it must be an integer": [{"x": x[:, :0], "ids": ids}],
-        "do not hold as many items each": [{"x": x.expand(2, 4, 4), "ids": ids}],
+        "differ in their number of items": [{"x": x.expand(2, 4, 4), "ids": ids}],
         "item 0: ": [{"x": x, "ids": ids, "scale": object()}],  # cannot travel
         "item 0: KeyError('x')": [{"y": x}],
     }
@@ -162,7 +162,14 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
     for words, items in bad.items():
         refuse(words, encoder, items if rank == 1 else good)
     refuse("no rank has an item to encode", encoder.call, x[:0], ids[:0])
-    refuse("cannot be called so: too many positional arguments", encoder.call, x, ids, 1.0, 2.0)
+    refuse(
+        "does not take these arguments: too many positional arguments",
+        encoder.call,
+        x,
+        ids,
+        1.0,
+        2.0,
+    )
     with torch.set_grad_enabled(rank == 0):
         refuse("disagree on gradients", encoder, good)
     assert len(encoder(good)) == 3  # all of them can go on
@@ -194,7 +201,7 @@ def test_items_stay_where_moving_does_not_pay_and_limits_hold() -> None:
     before = len(groups)
     assert encode().endswith(even := "items moved: imbalance 1.00 instead of 1.50")
     assert len(groups) - before == 1, "one process group can do all"
-    stays = "none of 6 items moved: no plan gains enough over the imbalance of 1.50 as given"
+    stays = "none of 6 items moved: imbalance 1.50 as given; no plan gains enough"
     assert encode(locality_tolerance=0.5) == stays
     assert encode(limits=bascule.Limits(tokens=8)).endswith(even)
     for limits in (bascule.Limits(tokens=7), bascule.Limits(num_bytes=400)):
@@ -263,5 +270,5 @@ def test_an_encoder_and_bags_share_a_step() -> None:
     assert [first, second, carried] == other
     assert first[0].startswith("1 of 4 items moved") and second[0] == first[0]
     said, together, apart = carried
-    assert said.startswith("none of 4 items moved: at the imbalance of 1.65 as given")
+    assert said.startswith("none of 4 items moved: imbalance 1.65 as given")
     assert max(together) == 17.0 and max(apart) >= 22.0  # of 34 together

@@ -354,7 +354,7 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     dist.barrier()
     wrong: dict[str, Settings] = {
         "this pipeline takes no num_frames, and frames is 5: leave it out": {"frames": 5},
-        "prompt 1: width is 3, and this pipeline makes it 16: give 16": {"width": 3},
+        "width is 3, and this pipeline makes it 16: give 16, or another multiple": {"width": 3},
         "Ulysses 8 on 2 ranks: the product of degrees must be 2": {"ulysses": 8},
         "disagree on prompts": {"prompts": prompts if rank else one},
         "width is 100, and this pipeline makes it 96: give 96": {"width": 100, "height": 64},

@@ -428,10 +428,10 @@ def test_refusals_on_all_ranks() -> None:
         assert "ConfigError" in classes or "CommError" in classes, classes
 
     orders = "orders (heads, tokens) of shape (6, 18) for layer 0, whose segments ('text', 'image')"
-    blocks = "masks of 6 heads and 6 x 6 blocks, and the model has 6 heads and 7 blocks of 4 tokens"
+    blocks = "masks of 6 heads and 6 x 6 blocks, but the model has 6 heads and 7 blocks of 4 tokens"
     in_a_pass: list[tuple[str, dict[str, Any]]] = [
         (blocks, {"masks": masks[..., :6, :6]}),
-        ("masks of 5 heads and 7 x 7 blocks, and the model has 6", {"masks": masks[:, :, :5]}),
+        ("masks of 5 heads and 7 x 7 blocks, but the model has 6", {"masks": masks[:, :, :5]}),
         ("masks of 3 layers for a model with 2 attention", {"masks": masks[:, [0, 0, 1]]}),
         (orders, {"keep": 0.5, "orders": ORDERS[:, :18]}),
         ("orders of 3 layers for a model with 2 attention", {"keep": 1, "orders": [ORDERS] * 3}),
@@ -448,8 +448,8 @@ def test_refusals_on_all_ranks() -> None:
     with split_toy(mesh, masks=masks[:1].repeat(2, axis=0)) as (model, handle):
         for _ in range(2):
             model(**inputs)
-        expect("step 2 of masks for steps 0 to 1: call handle.restart()", model, **inputs)
-        expect("step 2 of masks", handle.verify, **inputs)
+        expect("step 2, but masks end at step 1: call handle.restart()", model, **inputs)
+        expect("step 2, but masks", handle.verify, **inputs)
         handle.restart()
         model(**inputs)
     pairs, floats = torch.ones(19, 19, dtype=torch.bool).tril(), torch.zeros(2, 1, 1, 19).double()

@@ -172,7 +172,7 @@ def test_explain_counts_the_bytes_on_the_wire(ring: int, ulysses: int) -> None:
         lines = [line for line in str(explanation).splitlines() if "would send" in line]
         for line, other in zip(lines, explanation.others, strict=True):
             is_near = abs(other.busiest_bytes / cost.busiest_bytes - 1.0) < 0.0195
-            assert line.endswith("about as much" if is_near else "MiB") and "x)" not in line
+            assert line.endswith("about as much" if is_near else "B") and "x)" not in line
 
 
 @on_ranks(2)

@@ -38,21 +38,28 @@ def test_what_drop_last_leaves_out_is_counted_where_it_is_known() -> None:
         assert sorted(ids + more) == [*wanted, *(PER_RANK + i for i in wanted)]
 
 
-def without_a_step() -> list[str]:
-    """Two epochs in which one of two ranks has no sample."""
+def warnings_of(num_samples: int, **settings: Any) -> list[str]:
+    """What two epochs without a batch that counts say on this rank."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("bascule.data.steps").addHandler(handler)
-    lists = [[sample_of(k, 5)] for k in range(3 * (1 - dist.get_rank()))]
-    loader = loader_of(lists, ends="drop_last")
-    assert [list(loader) for _ in range(2)] == [[], []]
+    loader = loader_of([[sample_of(k, 5)] for k in range(num_samples)], **settings)
+    assert not any(batch.loss_scale for _ in range(2) for batch in loader)
+    logging.getLogger("bascule.data.steps").removeHandler(handler)
     return heard
 
 
-def test_an_epoch_without_a_step_says_once_what_to_set() -> None:
-    (said,), nothing = run_ranks(without_a_step, 2)
-    assert "data-parallel ranks [1]" in said and 'ends="pad_empty"' in said and not nothing
+def without_gain() -> tuple[list[str], list[str]]:
+    """One of two ranks has no sample; all samples have the weight 0."""
+    nothing = warnings_of(3 * (1 - dist.get_rank()), ends="drop_last")
+    return nothing, warnings_of(3, weight_fn=lambda _: 0)
+
+
+def test_epochs_that_train_on_nothing_say_once_why() -> None:
+    ((said,), (weights,)), nothing = run_ranks(without_gain, 2)
+    assert "data-parallel ranks [1]" in said and 'ends="pad_empty"' in said
+    assert "step 0: weight_fn gave 0 for all samples" in weights and nothing == ([], [])
 
 
 def two_loaders() -> list[Any]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -79,7 +80,7 @@ def end_of(run: Callable[..., object], *args: Any) -> End:
     logging.getLogger("bascule").addHandler(handler)
     try:
         run(*args, end)
-    except (RuntimeError, ValueError, ZeroDivisionError) as error:
+    except (RuntimeError, ValueError, ZeroDivisionError, LookupError) as error:
         end.classes = [cls.__name__ for cls in type(error).__mro__]
         end.text = "\n".join([f"{error}", *getattr(error, "__notes__", ())])
     logging.getLogger("bascule").removeHandler(handler)
@@ -121,9 +122,9 @@ def spoilt(value: Callable[[], Any]) -> Callable[[Any], Any]:
     return lambda one: value() if int(one["id"]) == BAD_ID else len(one["input_ids"])
 
 
-def no_batch(samples: Any) -> Any:
+def no_batch(samples: Any, error: BaseException) -> Any:
     if is_bad() and any(int(one["id"]) % PER_RANK >= 4 * BAD_STEP for one in samples):
-        sys.exit("cannot collate")
+        raise error
     return samples
 
 
@@ -136,8 +137,12 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "weight": ({"weight_fn": spoilt(lambda: 0.5)}, (PLACE, "weight_fn gave 0.5")),
     "no type": ({}, (PLACE, "sample['odd'] is a set")),
     "collate_fn": (
-        {"collate_fn": no_batch},
+        {"collate_fn": partial(no_batch, error=SystemExit("cannot collate"))},
         ("making batches", "collate_fn", "SystemExit", "cannot collate"),
+    ),
+    "collate_fn of an Exception": (
+        {"collate_fn": partial(no_batch, error=ZeroDivisionError("cannot collate"))},
+        ("making batches", "collate_fn", "ZeroDivisionError", "cannot collate"),
     ),
     **{
         kind.__name__: (
@@ -150,6 +155,12 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"limits": Limits(tokens=20), "length_fn": spoilt(lambda: 21)},
         ("microbatch 1", "21"),
     ),
+}
+
+
+OWN_ERRORS = {
+    **{"worker 0": "KeyError", "worker 2": "KeyError", "IndexError": "IndexError"},
+    "collate_fn of an Exception": "ZeroDivisionError",
 }
 
 
@@ -166,9 +177,12 @@ def all_faults() -> list[End]:
     return [end_of(failing, kind) for kind in FAULTS]
 
 
-def test_what_fails_on_one_rank_is_the_same_error_on_all() -> None:
+def test_what_fails_on_one_rank_is_its_own_error_there_and_quoted_on_the_others() -> None:
     for kind, *ends in zip(FAULTS, *run_ranks(all_faults, 3), strict=True):
-        end = ends[0]
+        end, own = ends[0], ends[BAD_RANK]
+        if kind in OWN_ERRORS:  # the text of the others is its note
+            assert own.classes[0] == OWN_ERRORS[kind], own
+            own.classes, own.text = end.classes, own.text[own.text.index(end.text) :]
         assert all(one == end for one in ends), (kind, ends)
         assert all(word in end.text for word in FAULTS[kind][1]), (kind, end)
         if kind == "limits":  # no rank alone is wrong

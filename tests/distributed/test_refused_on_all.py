@@ -288,8 +288,8 @@ def both(**wrong: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return wrong, wrong
 
 
-ENDED = ("this iteration was ended by close(), or by another iteration",)
-MASK = ("rank 1", "give a bool tensor of (4,) on the host")
+ENDED = ("another iteration of the same loader, ended this iteration",)
+MASK = ("rank 1", "give a bool CPU tensor of (4,)")
 Row = tuple[Any, ...]
 """The call, its arguments on both ranks, and words of the error."""
 DISAGREE: dict[str, Row] = {
@@ -359,7 +359,11 @@ WRONG: dict[str, Row] = {
     "kernel of a device": (attended, both(kernel="aten_flash"), "runs on CUDA devices"),
     "spans of one rank": (attended_with_masks, two("kinds", "causal", "casual"), "rank 1"),
     "masks of one rank": (attended_with_masks, two("kinds", None, "causal"), "ranks [0] give"),
-    "masks, and causal too": (attended_with_masks, both(kinds="full", causal=True), "with masks"),
+    "masks, and causal too": (
+        attended_with_masks,
+        both(kinds="full", causal=True),
+        "contradicts the masks",
+    ),
     "rows of contexts of one rank": (with_contexts, one("rows", 2), "rank 1", "3 rows"),
     "mesh: other lengths": (
         on_mesh,
@@ -374,10 +378,10 @@ WRONG: dict[str, Row] = {
     "sparse: whole masks": (sparse, both(masks="whole"), "rows of a mask"),
     "a mean of a scalar": (averaged, one("values", ()), "rank 1", "mean"),
     "loader: counts": (resumed, both(counts=(90, 90)), "and there are 5"),
-    "loader: no samples": (loaded, both(samples=[[{"id": 1}]] * 3), 'a dict without "input_ids"'),
+    "loader: no samples": (loaded, both(samples=[[{"id": 1}]] * 3), 'a dict has no "input_ids"'),
     "loader: two at once": (two_at_once, both(), *ENDED),
     "loader: closed within": (closed_within, both(), *ENDED),
-    "loader: loaded within": (loaded_within, both(), "close the loader first"),
+    "loader: loaded within": (loaded_within, both(), "call loader.close() first"),
     "bad input": (agreed, two("error", None, ConfigError("one")), "one"),
     "no plan": (agreed, two("error", None, PlanError("one")), "one"),
 }

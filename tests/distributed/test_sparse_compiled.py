@@ -160,7 +160,7 @@ def save_and_refuse(path: Path, ring: int) -> None:
             call(**inputs)
         assert handle.verify(**inputs).ok  # of the step that comes
         assert difference(call(**inputs), first) > 0.01
-        past = "step 3 of masks for steps 0 to 2: call handle.restart()"
+        past = "step 3, but masks end at step 2: call handle.restart()"
         assert past in raised_by(call, **inputs)[1]
         handle.restart()
         assert torch.equal(call(**inputs), first)

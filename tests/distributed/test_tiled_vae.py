@@ -140,7 +140,7 @@ def test_unlike_samples_over_an_axis_of_a_mesh_and_tiles_of_ones_own() -> None:
     assert said[0] == said[1] and said[2] == said[3] and said[0] != said[2]
     assert said[0] == [
         "6 of 9 items moved: imbalance 1.03 instead of 2.00",
-        "none of 18 items moved: no plan gains enough over the imbalance of 1.00 as given",
+        "none of 18 items moved: imbalance 1.00 as given; no plan gains enough",
     ]
 
 
@@ -206,9 +206,11 @@ def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
             change()
         refuse(words, TiledVAE, model, options=EncoderOptions(**options))
 
-    refuse("a Linear has no tiles (no use_tiling, ", TiledVAE, nn.Linear(2, 2) if is_last else vae)
+    refuse(
+        "a Linear cannot tile (needs use_tiling, ", TiledVAE, nn.Linear(2, 2) if is_last else vae
+    )
     made("leave out options.table", lambda: None, table=EncoderTable())
-    stride = "tile_sample_stride_width of the AutoencoderKLWan is 24, more than its tiles of 16"
+    stride = "tile_sample_stride_width of the AutoencoderKLWan is 24, more than its tile size 16"
     made(stride, lambda: setattr(other, "tile_sample_stride_width", 24), other)
     other.tile_sample_stride_width = 12
     height = "tile_sample_min_height of the AutoencoderKLWan is 0: a tile needs a number above 0"

@@ -29,7 +29,8 @@ def start() -> None:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     from bascule.generate import generating
-    from bascule.serve import engine, service, serving
+    from bascule.serve import engine, service
+    from bascule.serve.options import ServeOptions
     from bascule.serve.orders import Orders
     from bascule.serve.post import Post
     from bascule.serve.spool import Spool
@@ -67,7 +68,7 @@ def start() -> None:
     )
     strike = os.environ.get("BASCULE_STRIKE", "").split()
     if "BASCULE_RESTLESS" in os.environ:
-        serving.Balanced = functools.partial(Restless, 0)  # pyright: ignore
+        ServeOptions.make_policy = lambda self, degrees: Restless(0)
     if not strike or strike[0] != os.environ["RANK"]:
         return
     places: dict[str, tuple[Any, str]] = {

@@ -67,7 +67,7 @@ IDS = torch.tensor([1, 2, 3])
 FIRST = {"input_ids": IDS[:2], "image": torch.zeros(1, 2), "weight": IDS[0]}
 ONE, BYTES = {"input_ids": IDS[:1]}, IDS[:2].to(torch.uint8)
 PACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"input_ids": torch.zeros(9, dtype=torch.int64)}, ("together 11 tokens", "pack of 10")),
+    ({"input_ids": torch.zeros(9, dtype=torch.int64)}, ("11 tokens together", "pack of 10")),
     ({"input_ids": IDS[:2], "labels": IDS[:1]}, ("labels of sample 1 has 1 rows",)),
     ({"text": "b"}, ("sample 1 has none of the token fields",)),
     ({"input_ids": [1, 2]}, ("input_ids of sample 1 is a list",)),
@@ -77,19 +77,19 @@ PACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (ONE | {"image": torch.zeros(1, 3)}, ("image is", "(1, 2)", "(1, 3)")),
     (ONE | {"image": torch.zeros(1, 2).bfloat16()}, ("same dtype",)),
     (ONE, ("sample 1 lacks weight",)),
-    (ONE | {"cu_items": {}}, ("cu_items is what make_pack makes",)),
+    (ONE | {"cu_items": {}}, ("cu_items is a name of make_pack",)),
 ]
 UNPACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cu_seqlens": None}, ("no cu_seqlens",)),
     *(({"cu_seqlens": wrong}, ("begin with 0",)) for wrong in ([1, 3], [], "ab", [0, None])),
     ({"cu_seqlens": [0.0, 3.0]}, ("whole numbers",)),
     ({"cu_seqlens": [0, 3, 2]}, ("must not decrease",)),
-    ({"cu_seqlens": [0, 2]}, ("input_ids has 3 rows, but its samples have 2",)),
+    ({"cu_seqlens": [0, 2]}, ("input_ids has 3 rows, but cu_seqlens or cu_items ends at 2",)),
     ({"image": torch.zeros(5)}, ("image has 5 rows", "cu_items")),
     ({"cu_items": {"image": [0, 5]}, "image": torch.zeros(5)}, ("is for 1 samples",)),
     ({"cu_items": {"image": [0, 2, 4]}, "image": torch.zeros(5)}, ("image has 5 rows",)),
     ({"max_seqlen": 2}, ("max_seqlen is one int for the whole pack",)),
-    ({"cu_seqlens": [0, 1, 2, 3], "weight": torch.zeros(3)}, ("as many tokens as samples",)),
+    ({"cu_seqlens": [0, 1, 2, 3], "weight": torch.zeros(3)}, ("as many samples as tokens",)),
 ]
 PADDED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (ONE, {"multiple_of": 0}, ("multiple_of is 0", "at least 1")),
@@ -114,17 +114,17 @@ CASES = [
     ("cost of no costs", loader(cost=lambda lens: lens[:0]), ("(0,) costs for (3,) lengths",)),
     ("batches of packs", loader(batch_size=2, pack=5), ("leave batch_size out",)),
     ("batches of ready packs", loader(batch_size=2, unpack=list), ("leave batch_size out",)),
-    ("collated packs", loader(collate_fn=list, pack=Pack(8)), ("leave collate_fn out, or pack",)),
+    ("collated packs", loader(collate_fn=list, pack=Pack(8)), ("leave out collate_fn or pack",)),
     ("shares in another order", deals([1, 2, 9, 1, 5], [0, 2, 9, 1, 5]), ("rank=0", "rank 0")),
     ("a share twice", deals([0, 2, 9, 1, 5], [0, 2, 9, 1, 5]), ("rank=1 and num_ranks=2",)),
     ("too many shares", deals([0, 3, 9, 1, 5], [1, 3, 9, 1, 5]), ("num_ranks=3",)),
     ("other samples", deals([0, 2, 9, 1, 5], [1, 2, 8, 1, 5]), ("(9, 1, 5) and (8, 1, 5)",)),
     ("one sampler", deals([0, 2, 9, 1, 5], [0] * 5), ("(9, 1, 5) and (0, 0, 0)",)),
     ("no tokens of a pack", partial(Pack, 0), ("Pack(tokens=0)", "at least 1")),
-    ("a pack beyond int32", partial(Pack, 2**31), ("at most 2147483647",)),
+    ("a pack beyond int32", partial(Pack, 2**31), ("at most 2,147,483,647",)),
     ("no fields", partial(Pack, 4, token_fields=()), ("one or more different names",)),
     ("a field twice", partial(Pack, 4, token_fields=("a", "a")), ("different names",)),
-    ("a made field", partial(Pack, 4, token_fields=("positions",)), ("what make_pack makes",)),
+    ("a made field", partial(Pack, 4, token_fields=("positions",)), ("is a name of make_pack",)),
     ("version of a state", state(version=2), ("version 2",)),
     ("state of other samples", state(deal=(9, 1, 4)), ("(9, 1, 4)", "(9, 1, 5)")),
     ("state without a deal", state(deal=None), NO_STATE),
@@ -155,7 +155,7 @@ CASES = [
     (
         "few items",
         sampler(limits=Limits(items=1), batch_size=2),
-        ("Limits(items=1): batches have up to 2 samples",),
+        ("Limits(items=1): batches of batch_size=2 have up to 2",),
     ),
     ("bytes", sampler(limits=Limits(num_bytes=5)), ("bytes",)),
     ("limit a rank", sampler(limits=Limits(tokens=(5, 9))), ("are alike: give one number",)),

@@ -46,7 +46,7 @@ def no_number() -> object:
     return settings_of(TileCalls(vae))
 
 
-UNLIKE = ("do not hold as many items each",)
+UNLIKE = ("differ in their number of items",)
 
 
 def option(**wrong: Any) -> Callable[[], object]:
@@ -65,9 +65,13 @@ CASES = [
         parts(PATCHES[:-1], QWEN, hidden_states=PATCHES, grid_thw=GRIDS),
         ("cannot be cut into 2 items of sizes",),
     ),
-    ("missing", lambda: called_with(encode, (), {}), ("cannot be called so: missing a required",)),
-    ("arguments without names", lambda: called_with(packed, (1, 2), {}), ("without names",)),
-    ("no VAE", lambda: settings_of(TileCalls(nn.Linear(2, 2))), ("a Linear has no tiles",)),
+    (
+        "missing",
+        lambda: called_with(encode, (), {}),
+        ("does not take these arguments: missing a required",),
+    ),
+    ("takes *args", lambda: called_with(packed, (1, 2), {}), ("takes *args",)),
+    ("no VAE", lambda: settings_of(TileCalls(nn.Linear(2, 2))), ("a Linear cannot tile",)),
 ]
 SMALL, STILL = torch.zeros(1, 4, 1, 8, 8), torch.zeros(1, 3, 8, 8)
 if find_spec("diffusers"):

@@ -93,8 +93,8 @@ CASES = [
     ("no format", lambda: Quantized(cast(Any, "fp8")), ("'fp8'", "int8, e4m3")),
     ("rows of integers", packed(ONES.long()), ("int64", "floating-point")),
     ("complex rows", packed(ONES.to(torch.complex64)), ("complex64",)),
-    ("rows of nothing", packed(ONES[..., :0]), ("(2, 3, 0)", "one value")),
-    ("no row", packed(torch.tensor(1.0)), ("()", "one value")),
+    ("rows of nothing", packed(ONES[..., :0]), ("(2, 3, 0)", "not empty")),
+    ("no row", packed(torch.tensor(1.0)), ("()", "not empty")),
     ("rows that are no bytes", unpacked(ONES), ("float32", "uint8")),
     ("too few bytes", unpacked(ONES.to(torch.uint8)), ("(2, 3, 4)", "5 bytes")),
 ]

@@ -39,7 +39,7 @@ ITEMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"num_bins": 0}, ("num_bins is 0",)),
     ({"num_bins": 2, "speeds": [1.0]}, ("num_bins is 2, but speeds has 1",)),
     ({"num_bins": None, "speeds": []}, ("speeds is empty",)),
-    ({"num_bins": None, "speeds": [1.0, 0.0]}, ("speeds from 0 to 1: leave out bins",)),
+    ({"num_bins": None, "speeds": [1.0, 0.0]}, ("speeds from 0 to 1.00: leave out bins",)),
     ({"num_bins": 2, "initial_loads": [1.0]}, ("initial_loads has 1 entries; 2",)),
     ({"sizes": [1, 2]}, ("sizes has 2 entries; 1",)),
     ({"ranks_per_bin": [0]}, ("ranks_per_bin[0] is 0",)),

@@ -126,7 +126,7 @@ CASES = [
     (
         "planner, ranks",
         planner(ulysses_degree=128, ring_degree=512),
-        ("ulysses_degree * ring_degree is 65536", "at most 32768"),
+        ("ulysses_degree * ring_degree is 65536", "at most 32,768"),
     ),
     ("planner, ring", planner(ring_degree=513), ("ring_degree is 513", "at most 512")),
     ("tolerance", lambda: PlanReuse(PLANNER, PLAN, -0.1), ("PlanReuse(tolerance=-0.1)",)),

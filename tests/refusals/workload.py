@@ -215,7 +215,7 @@ CASES = [
     ("batch_size", lambda: PhotoStream(HERE, 0), ("batch_size is 0", "at least 1")),
     ("folder", lambda: PhotoStream(HERE / "missing", 1), ("must be a folder of photos",)),
     ("no photos", lambda: PhotoStream(HERE, 1), ("no readable photo",)),
-    ("no traces", lambda: read_traces(HERE), ("no trace in it",)),
+    ("no traces", lambda: read_traces(HERE), ("has no trace: give the folder",)),
     ("kind", segment(kind="idle"), ("Segment(kind='idle')", '"step" or "compute"')),
     ("name of a step", segment(kind="step", name="x"), ("the name of a step is its number",)),
     ("seconds", segment(seconds=-1.0), ("Segment(seconds=-1.0)", "at least 0")),

@@ -235,7 +235,10 @@ def test_a_stateful_loader_goes_on_where_it_was(num_workers: int) -> None:
         ({"delivered": -1}, "delivered of the state is -1"),
         ({"epoch": "x"}, "epoch of the state is 'x'"),
         ({"more": 1}, "has the entries"),
-        ({"delivered": 9}, r"1 samples of epoch 0 are left, and a step has 2 .*set_epoch\(1\)"),
+        (
+            {"delivered": 9},
+            r"1 samples of epoch 0 are left, too few for a step of 2 .*set_epoch\(1\)",
+        ),
     ],
 )
 def test_states_that_are_refused(change: dict[str, Any], told: str) -> None:

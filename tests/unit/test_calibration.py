@@ -14,6 +14,7 @@ from bascule.cli.calibrate import report_of
 from bascule.errors import ConfigError
 from bascule.machine.calibration import BYTES, TOKENS, is_held_out, least_points
 from bascule.machine.cluster import TRAINING, HardwareProfile, passes_of
+from bascule.quantities import Scale, percent
 from bascule.report.page import render
 from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, calibrated, fitted
@@ -81,7 +82,7 @@ def test_a_bad_fit_is_refused_with_its_numbers() -> None:
     seconds = np.array(fitted("forward").seconds)
     held_out = is_held_out(len(LENS))
     (told,) = refused_of(seconds=np.where(held_out, 1.6 * seconds, seconds))
-    assert "forward: held-out tokens are missed by 38%" in told and "limit is 25%" in told
+    assert "forward: held-out tokens are missed by 37.5 %" in told and "limit is 25.0 %" in told
     assert "leave the machine idle" in told
     assert refused_of(seconds=np.where(held_out, 1.2 * seconds, seconds)) == []
     seen = np.where(held_out, seconds, 1.6 * seconds)  # those that were fitted do not judge
@@ -89,7 +90,7 @@ def test_a_bad_fit_is_refused_with_its_numbers() -> None:
     (told,) = refused_of(coefficients=(1e-4, 0.0, 3e-11), seconds=1e-4 + 3e-11 * np.square(LENS))
     assert "do not grow" in told
     (told,) = refused_of(coefficients=(1e-4, 2e-7, 0.0), seconds=1e-4 + 2e-7 * np.array(LENS))
-    assert "attention is lost in the noise" in told
+    assert "attention cannot be told from noise" in told
 
 
 def test_gamma_and_passes_are_those_that_were_measured() -> None:
@@ -104,7 +105,7 @@ def test_gamma_and_passes_are_those_that_were_measured() -> None:
     assert HardwareProfile.load("h100-knapformer").gamma == pytest.approx(0.426)
     assert HardwareProfile(device="new").gamma == 1.0
     text = str(profile)
-    assert "125.8 TFLOP/s, 166.7 GB/s in a node, 25 GB/s between nodes (not measured)" in text
+    assert "126 TFLOP/s, 167 GB/s in a node, 25.0 GB/s between nodes (not measured)" in text
     assert text.endswith("mine, measured 2026-11-23 on 8 ranks with torch 2.13.0")
 
 
@@ -116,7 +117,7 @@ def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> 
     assert code == 0 and "mine, measured 2026-11-23" in " ".join(out.split())
     assert "(not measured)" in " ".join(out.split())
     code, out, _ = run(capsys, "plan", *arguments, "--kb-per-token", "9")
-    told = "Limited by 80 GB of memory a rank; from h100-datasheet, not measured"
+    told = "A rank has 80.0 GB of memory; from h100-datasheet, not measured"
     assert code == 0 and told in " ".join(out.split())
     replace(calibrated(), calibration=None).save(path)
     code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")
@@ -131,9 +132,10 @@ def test_the_page_in_the_browser(tmp_path: Path) -> None:
     assert found.errors == [] and found.num_charts == 2
     assert "&lt;b&gt;mine" in found.html and "<b>mine" not in found.html
     assert profile.calibration is not None
+    scale = Scale.of((took for fit in profile.calibration.fits for took in fit.seconds), "s")
     for fit in profile.calibration.fits:
-        assert found.numbers[f"held_out {fit.what}"] == f"{fit.held_out_error:.1%}"
-        assert f"<td>{fit.seconds[1]:.4g}</td>" in found.html
+        assert found.numbers[f"held_out {fit.what}"] == percent(fit.held_out_error)
+        assert f"<td>{scale(fit.seconds[1])}</td>" in found.html
     told = render(report_of(profile, ["forward: bad", "backward: too"]), "x")
     assert "Refused: forward: bad." in told and "backward: too" in told
 

@@ -53,7 +53,7 @@ def test_fields_hold_plain_values() -> None:
         ({"width": None}, "Model(width=None): must be an integer"),
         ({"width": 1, "gamma": math.nan}, "Model(gamma=nan): must be finite, at least 0"),
         ({"width": 1, "gamma": None}, "Model(gamma=None): must be finite"),
-        ({"width": 1, "scale": 10**400}, "must be finite, at least 0 and at most 1e+30"),
+        ({"width": 1, "scale": 10**400}, "must be finite, at least 0 and at most 1.0 x 10³⁰"),
         ({"width": 1, "order": "middle"}, 'Model(order=\'middle\'): must be "first" or "last"'),
         ({"width": 1, "sizes": [1, 0]}, "Model(sizes[1]=0): must be an integer"),
         ({"width": 1, "sizes": "11"}, "Model(sizes='11'): must be a list"),

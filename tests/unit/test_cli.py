@@ -21,6 +21,7 @@ from bascule.errors import ConfigError
 from bascule.machine.cluster import HardwareProfile
 from bascule.options import check_options
 from bascule.plan.limits import Limits
+from bascule.quantities import percent, seconds
 from bascule.workload import save_masks
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.tokens import MODELS
@@ -59,10 +60,11 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         "plan_even": "plan --lengths 40,40,40/40,40,40,40,40",
         "plan_whole": "plan --lengths 40,40,40/10,10,10,10,90",
         "plan_bags": "plan --lengths 900/40//30 --ranks 8 --topology g2n1+g3r2n1 --wires",
-        "plan_compared": "plan --lengths 60,40,40/40,40,40 --max-tokens 140 --gamma 100000 "
-        "--locality-tolerance 0 --compare",
+        "plan_of_one": "plan --lengths 40,40",
+        "plan_few": "plan --lengths 40/41/2/9 --num-layers 1",
         "plan_auto": "plan --lengths 50000/9,9/8,8/9 --topology auto --ranks-per-node 2",
         "topology": "topology --data g4b2i256f1s0 --steps 2 --rows 3",
+        "topology_even": "topology --lengths 40,41/41,40",
         "topology_of_one": "topology --lengths 90000/5/5/5 --num-layers 30",
         "simulate": "simulate --data g2b4i256f1s0,g2b1i512f1s0 --steps 3 --gpu-hour-price 2 "
         "--text-encoder-us 20",
@@ -93,8 +95,8 @@ def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: Console) -> None:
     lens = "plan --lengths 500,500/ --topology g2n1 --wires"
     code, out, _ = run(capsys, *f"{lens} {machine}".split())
     assert code == 0
-    assert f"wires: {wires / (wires + compute):.0%} of the time" in out
-    assert re.search(rf"slowest rank +{wires + compute:.6g} s", out)
+    assert f"Communication takes {percent(wires / (wires + compute))} of the time" in out
+    assert re.search(rf"slowest rank +{seconds(wires + compute)}", out)
 
 
 def test_a_plan_can_be_read_again(capsys: Console) -> None:
@@ -102,13 +104,13 @@ def test_a_plan_can_be_read_again(capsys: Console) -> None:
     code, out, err = run(capsys, "plan", *arguments)
     plan = json.loads(out)
     assert code == 0 and [len(lens) for lens in plan["seq_lens"]] == [3, 3]
-    assert plan["topology"] == "g2n1" and "tokens that move" in err
+    assert plan["topology"] == "g2n1" and "tokens that change ranks" in err
 
 
 def test_a_ranking_as_json(capsys: Console) -> None:
     code, out, err = run(capsys, "topology", *LENGTHS, "--json", "-")
     ranking = json.loads(out)
-    assert code == 0 and re.search(rf"best bags +{ranking['rows'][0]['spec']}", err)
+    assert code == 0 and re.search(rf"fastest topology +{ranking['rows'][0]['spec']}", err)
     assert ranking["rows"][0]["seconds"] <= ranking["rows"][-1]["seconds"]
 
 
@@ -149,7 +151,7 @@ def test_steps_are_drawn_from_a_manifest(capsys: Console, tmp_path: Path) -> Non
     whole = sorted(n for rank in InputOptions(manifest=manifest, ranks=4).read() for n in rank)
     assert whole == list(range(1, 12))  # a small table is one step
     code, out, _ = run(capsys, "plan", "--manifest", str(manifest), "--topology", "g1n2")
-    assert code == 0 and "4 samples a rank" in out and out.startswith(f"{manifest}: 11 samples")
+    assert code == 0 and "4 samples per rank" in out and out.startswith(f"{manifest}: 11 samples")
     with pytest.raises(ConfigError, match="takes 12 samples a step"):
         InputOptions(manifest=manifest, batch_size=6, ranks=2).read()
     manifest.write_text('{"width": 16, "height": 16, "frames": 34}')
@@ -164,13 +166,13 @@ def test_later_steps_of_data_codes_are_other_batches(capsys: Console) -> None:
         codes = parse_data_codes("g2b3i256f1s0")
         expected = seq_lens(sample_lengths(codes, seed=5, step=3 + after))
         assert options.read(steps_after=after) == expected
-    seconds: list[float] = []
+    taken: list[float] = []
     for step, steps in (("0", "1"), ("1", "1"), ("0", "2")):
         base = ("topology", "--data", "g2b3i256f1s0", "--json", "-")
         ranking = json.loads(run(capsys, *base, "--step", step, "--steps", steps)[1])
-        seconds += [row["seconds"] for row in ranking["rows"] if row["spec"] == "g1n2"]
-    assert seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2, rel=1e-9)
-    assert seconds[0] != seconds[1]
+        taken += [row["seconds"] for row in ranking["rows"] if row["spec"] == "g1n2"]
+    assert taken[2] == pytest.approx((taken[0] + taken[1]) / 2, rel=1e-9)
+    assert taken[0] != taken[1]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 12, 13, 14, 16, 22, 24, 72, 77])
@@ -320,6 +322,54 @@ def test_a_reader_may_stop_reading() -> None:
 # What a user's mistake costs
 
 
+CLIPS = "width,height,n_frames,fps,caption_short,caption_long\n64,64,161,24,a cat,a cat sits\n"
+OF_WAN = "--model wan2.1 --max-frames 81"
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "answers"),
+    [
+        (CLIPS, "", f"--columns text=caption_long {OF_WAN}"),
+        (CLIPS, "--columns=fps=fps", f"--columns fps=fps,text=caption_long {OF_WAN}"),
+        (CLIPS, "--model=flux.2 --columns text=", f"--columns text= {OF_WAN}"),
+        ("width,height,duration\n64,64,9\n", "", f"--fps 16 {OF_WAN}"),
+        ("width,height,clip_frames\n64,64,9\n", "", f"--columns frames=clip_frames {OF_WAN}"),
+        ("width,height,my text\n64,64,a cat sits\n", "", "--columns 'text=my text'"),
+        ("width,height,length\n64,64,9\n", "", "--columns tokens=length"),
+        ("width,height\n64,64\n", "--model wan2.1", "--model wan2.1 --columns frames="),
+        ("width,height,image,edit_image\n64,64,a,b\n", "", None),
+    ],
+)
+def test_all_questions_of_a_table_have_one_answer_that_runs(
+    capsys: Console, tmp_path: Path, table: str, options: str, answers: str | None
+) -> None:
+    path = tmp_path / "a table.csv"
+    path.write_text(table)
+    said = sentence(capsys, "inspect", str(path), *options.split())
+    command = said.strip().partition(". For example: ")[2]
+    if answers is None:  # these pictures are not there, which no option changes
+        assert "Then: 1 row cannot be read" in said and "--columns reference=edit_image" in command
+        return
+    assert command == f"bascule inspect '{path}' {answers}"
+    assert run(capsys, *shlex.split(command)[1:])[0] == 0
+    said = sentence(capsys, "plan", "--manifest", str(path), "--ranks", "2", *options.split())
+    assert run(capsys, *shlex.split(said.partition(". For example: ")[2])[1:])[0] == 0
+
+
+def test_a_table_may_be_given_as_to_another_command(capsys: Console, tmp_path: Path) -> None:
+    path = str(tmp_path / "sizes.csv")
+    Path(path).write_text("width,height\n64,64\n")
+    assert run(capsys, "inspect", path) == run(capsys, "inspect", "--manifest", path)
+    assert "give one table" in sentence(capsys, "inspect")
+    assert f"by --manifest {path}" in sentence(capsys, "plan", path)
+
+
+def test_lengths_without_ranks_are_of_rank_0(capsys: Console) -> None:
+    said = "Rank 0 loads all these sequences"
+    outputs = [run(capsys, "plan", "--lengths", lens)[1] for lens in ("9,9", "9/9", "9")]
+    assert [said in output for output in outputs] == [True, False, False]
+
+
 PLAN, WAN, BENCH = "plan --lengths 5/6", "sparse --model wan2.1 --block 1280", "bench --ranks 1"
 CODES = "bench --data g1b1i256f1s0"
 
@@ -332,6 +382,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("plan --lengths 10 --data g1b1i256f1s0", "give one of"),
         ("plan --lengths 10,x", "10,x"),
         ("plan --lengths=-5/3", "-5"),
+        ("plan --lengths=", "give tokens, such as 4096,300/512/900,40"),
         (f"{PLAN} --topology g3n1", "g3n1"),
         (f"{PLAN} --topology g2x1", "topology 'g2x1': write gGnN"),
         (f"{PLAN} --topology g1n1+x", "topology 'g1n1+x': 'x' is not a term; write gGnN"),
@@ -391,7 +442,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("serve --api-key-file nowhere", "cannot read nowhere"),
         ("serve --model nowhere", "--model nowhere: no nowhere/model_index.json"),
         ("serve --degrees 1 3", "--degrees 3: give powers of two"),
-        ("serve --port 70000", "--port 70000: must be an integer, at least 0 and at most 65535"),
+        ("serve --port 70000", "--port 70000: must be an integer, at least 0 and at most 65,535"),
         ("serve --max-steps 0", "--max-steps 0: must be an integer, at least 1"),
         ("generate", "give either --prompt TEXT, once or more, or --prompts FILE"),
         ("generate --prompt x --prompts y", "give either --prompt TEXT"),
@@ -408,7 +459,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("doctor --ranks 999999999", "--ranks"),
         ("doctor --rounds 0", "--rounds 0"),
         ("doctor --mib 0", "--mib 0"),
-        ("doctor --mib 100000", "at most 1024"),
+        ("doctor --mib 100000", "at most 1,024"),
         ("doctor --tolerance -1", "--tolerance -1"),
         ("doctor --tolerance nan", "--tolerance nan"),
         ("doctor --link-tolerance 1", "--link-tolerance 1"),

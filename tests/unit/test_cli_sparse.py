@@ -10,6 +10,7 @@ from bascule.cli.sparse import SparseOptions
 from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse.partition import TARGET as DEFAULT_TARGET
 from bascule.plan.sparse.planner import REWARD
+from bascule.quantities import Scale, percent, times
 from bascule.sim.sparse_study import WAYS, Setting
 from tests.helpers.cli import Console, run, sentence
 from tests.helpers.pages import python_of
@@ -43,15 +44,20 @@ def test_printed_numbers_are_those_of_the_study(capsys: Console, tmp_path: Path)
     machine = HardwareProfile.load("h100-datasheet")
     setting = Setting(options.meshes, lens, lens, machine, 16, 2, TARGET, REWARD, 0.05)
     balance, exchange = out.split("Rows on other ring ranks")
-    before = setting.seconds(setting.plan("in order", masks, (2, 2)))
-    for way in WAYS:
-        plan = setting.plan(way, masks, (2, 2))
-        rho = f"{plan.imbalance:.4f}", f"{plan.critical_path_imbalance:.4f}"
-        assert cells_of(balance, way)[1:3] == [*rho]
-        call, sent = setting.seconds(plan), plan.wire_bytes(16) / 2**20
-        moved = [f"{share:.1%}" for share in plan.moved]
-        times = f"{call * 1e3:.3f}", f"{before / call:.3f}x"
-        assert cells_of(exchange, way)[1:] == [*moved, f"{sent:,.2f}", *times]
+    plans = {way: setting.plan(way, masks, (2, 2)) for way in WAYS}
+    calls = {way: setting.seconds(plan) for way, plan in plans.items()}
+    call, sent = (
+        Scale.of(values, unit)
+        for values, unit in (
+            (calls.values(), "s"),
+            ((p.wire_bytes(16) for p in plans.values()), "B"),
+        )
+    )
+    for way, plan in plans.items():
+        rho = plan.imbalance, plan.critical_path_imbalance
+        assert cells_of(balance, way)[1:3] == [percent(value - 1) for value in rho]
+        written = sent(plan.wire_bytes(16)), call(calls[way]), times(calls["in order"] / calls[way])
+        assert cells_of(exchange, way)[1:] == [*map(percent, plan.moved), *written]
 
 
 @pytest.mark.parametrize(("model", "heads", "num"), [("wan2.1", 40, 60), ("cogvideox1.5", 48, 68)])
@@ -107,13 +113,14 @@ def test_a_measured_machine(capsys: Console, tmp_path: Path) -> None:
     base = ("sparse", "--masks", str(tmp_path / "one.npy"), "--ring", "3", "--block", "8")
     code, out, _ = run(capsys, *base, *machine, "--target", str(TARGET))
     assert code == 0 and "assumed" not in out
-    assert out.endswith("Predicted for small: 1 GB/s in a node, 5 us a launch; measured.\n")
+    assert out.endswith("Predicted for small: 1.00 GB/s in a node, 5.00 µs per launch; measured.\n")
     setting = setting_of(masks, (3, 1))
     predicted = setting.seconds(setting.plan("minimal_move", masks, (3, 1)))
     table = out.split("Rows on other")[1]
-    assert cells_of(table, "minimal_move")[4] == f"{predicted * 1e3:.3f}"
+    unit = Scale.of([predicted], "s")
+    assert f"call, {unit.unit}" in table and cells_of(table, "minimal_move")[4] == unit(predicted)
     code, out, _ = run(capsys, *base, *machine, "--intra-gbs", "100")
-    assert code == 0 and "100 GB/s in a node, 5 us a launch; given, not measured" in out
+    assert code == 0 and "100 GB/s in a node, 5.00 µs per launch; given, not measured" in out
 
 
 def test_the_guide_runs(capsys: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

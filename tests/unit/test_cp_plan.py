@@ -82,9 +82,13 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
     ("model", "plan", "said"),
     [
         (Model(), PLAN, "no attention of diffusers"),
-        (Model(Block("attn"), refiner=Block("attn")), PLAN, "what attn of refiner.0 attend to"),
+        (
+            Model(Block("attn"), refiner=Block("attn")),
+            PLAN,
+            "which tokens attn of refiner.0 attend to",
+        ),
         (Model(Block("attn1", "attn2", "attn3")), PLAN, "attn1, attn2, attn3 of blocks.0"),
-        (Model(Blind("attn1", "attn2")), PLAN, "what blocks.0.attn2 attends to"),
+        (Model(Blind("attn1", "attn2")), PLAN, "which tokens blocks.0.attn2 attends to"),
         (Model(Block("attn1", "attn2"), Block("attn")), PLAN, "some of its blocks attend"),
         (Model(Block("attn")), {"proj_out": Out(1)}, "where the image is cut"),
         (Model(Block("attn")), {"": {"hidden_states": In(1)}}, "where gathered"),
@@ -102,7 +106,7 @@ def test_gaps_of_a_plan_are_refused(model: nn.Module, plan: dict[str, Any], said
 def test_a_joint_attention_beside_another_is_refused() -> None:
     block = Block("attn1", "attn2")
     block.get_submodule("attn1").add_q_proj = nn.Linear(1, 1)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ConfigError, match=r"what blocks\.0\.attn2 attends to"):
+    with pytest.raises(ConfigError, match=r"which tokens blocks\.0\.attn2 attends to"):
         table_from_plan(Model(block), PLAN)
 
 

@@ -87,11 +87,17 @@ FOUND: list[tuple[Measured, HardwareProfile | None, str, list[tuple[int, ...]], 
     (measured(last={"memory_bytes": 40 * 10**9}), None, "memory", [(3,)], "40.0 GB*72.0 GB"),
     (measured(last={"memory_bytes": 79 * 10**9}), None, "", [], ""),
     (measured(last={"memory_bytes": None}), None, "", [], ""),
-    (measured(), FAST, "profile", [(0, 1, 2, 3)], "ranks 0 to 3*H200 (given, not measured) has 20"),
+    (
+        measured(),
+        FAST,
+        "profile",
+        [(0, 1, 2, 3)],
+        "ranks 0 to 3*H200 (given, not measured) has 2.00 PFLOP/s",
+    ),
     (measured(), WIRES, "profile", [(1, 2), (3, 0)], "between hosts*1.25"),
-    (measured(store_s=0.08), None, "store", [(0, 1, 2, 3)], "8*ms; the limit is 50 ms"),
+    (measured(store_s=0.08), None, "store", [(0, 1, 2, 3)], "80.*ms; the limit is 50.0 ms"),
     (measured(timeout_s=0.05), None, "timeout", [(0, 1, 2, 3)], "short*all-to-all"),
-    (measured(timeout_s=7200.0), None, "timeout", [(0, 1, 2, 3)], "long*3600 s"),
+    (measured(timeout_s=7200.0), None, "timeout", [(0, 1, 2, 3)], "long*3,600 s"),
     (measured((1.0,), (1.0,), "a"), None, "", [], ""),  # alone
 ]
 
@@ -163,7 +169,7 @@ def test_a_report_begins_with_ranks_and_links_that_are_slow() -> None:
     shown = report_of(report)
     assert shown.answer == "2 findings."
     assert [note.startswith("found (slow rank): rank") for note in shown.notes[:2]] == [True] * 2
-    ranks, calls, links = (part for part in shown.parts if isinstance(part, Rows))
+    ranks, _, calls, links = (part for part in shown.parts if isinstance(part, Rows))
     assert {row[0] for row in ranks.rows[:2]} == {3, 69}
     assert calls.rows[0][0] == "all-to-all"
     assert {row[0] for row in links.rows[:2]} == {"3 and 4", "69 and 0"}

@@ -29,8 +29,8 @@ from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.serve import guard
 from bascule.serve.options import ServeOptions
-from tests.helpers import browser
 from tests.helpers.door import Open, multipart, opened_door, png, stepping
+from tests.helpers.driven import Driven, driven
 from tests.helpers.pages import ROOT, commands_of
 
 GENERATE, EDIT, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
@@ -676,27 +676,77 @@ def test_metrics(images: Open) -> None:
 # The page, the guide
 
 
-def test_the_page_moves(images: Open, tmp_path: Path) -> None:
-    browser.browser()
-    for prompt in ("first", "<img src=x onerror=alert(1)>", "third"):
-        images.call("POST", "/v1/requests", {"prompt": prompt, "steps": 4})
-    images.service.step()
-    page = browser.opened(images.url, tmp_path / "profile")
-    assert page.errors == []
-    assert "2 running, 1 waiting, 0 paused; 2 of 2 ranks compute." in page.text
-    assert page.html.count('<span class="busy"') == 2 and "<img" not in page.html
-    titles = re.findall(r'<progress[^>]*title="([^"]*)"', page.html)
-    assert titles == ["1 of 4 steps", "1 of 4 steps", "0 of 4 steps"]
-    with stepping(images.service, 0.05):
-        assert "0 running, 0 waiting" in browser.opened(images.url, tmp_path / "profile").text
+def ask_on(page: Driven, prompt: str, **settings: object) -> None:
+    """Type a prompt and settings into the form, and submit it."""
+    page.until("!document.querySelector('#try button').disabled")
+    for name, value in ({"size": "", "steps": "", "prompt": prompt} | settings).items():
+        page.run(f"document.querySelector('#try [name={name}]').value = {json.dumps(value)}")
+    page.run("document.querySelector('#try button').click()")
+
+
+def test_the_page_makes_pictures_and_cancels(images: Open, tmp_path: Path) -> None:
+    """On a phone, without a key."""
+    evil, service = "<img src=x onerror=alert(1)>", images.service
+    with driven(tmp_path / "profile") as page:
+        page.open(images.url, width=390, height=844)
+        page.until("document.body.innerText.includes('nothing yet: try a prompt above')")
+        ask_on(page, evil, size="999999x999999")
+        page.until("document.getElementById('wrong').innerText.includes('at most 4,194,304')")
+        assert page.run("document.querySelector('[aria-invalid]').name") == "size"
+        ask_on(page, evil, size="64x32", steps=2, seed=5)
+        page.until("document.querySelectorAll('#open li').length === 1")
+        assert page.run("document.getElementById('wrong').innerText") == ""
+        ask_on(page, "word" * 99)
+        ask_on(page, "third")
+        page.until("document.querySelectorAll('#open li').length === 3")
+        service.step()
+        page.until("document.body.innerText.includes('2 running, 1 waiting, 0 paused; 2 of 2')")
+        bars = page.run("[...document.querySelectorAll('progress')].map(bar => bar.title)")
+        assert bars == ["1 of 2 steps", "1 of 4 steps", "0 of 4 steps"]
+        page.run("document.querySelectorAll('#open button')[1].click()")
+        page.until("document.querySelector('#ended .cancelled')")
+        service.step()
+        page.until("document.querySelector('.output')")
+        page.run("document.querySelector('.output').scrollIntoView()")  # only then it is loaded
+        page.until("document.querySelector('#ended img')?.naturalWidth === 1")
+        assert page.run("document.querySelectorAll('img').length") == 1  # no prompt is HTML
+        assert page.run("document.querySelector('#ended a[download]').download").endswith(".png")
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        assert page.run("document.querySelector('#frames').hidden") is True
+    assert page.errors[1:] == []  # the first is the size, which was refused
+    first, second, third = service.of.values()
+    asked = {"prompt": evil, "width": 64, "height": 32, "steps": 2, "seed": 5}
+    assert (first.state, second.state, third.state) == ("done", "cancelled", "running")
+    assert first.prompt == Prompt(**asked)
+    path = f"/v1/requests/{first.id}/cancel"  # unlike DELETE it leaves what is done
+    assert images.call("POST", path)[1]["state"] == "done" and first.id in service.of
 
 
 def test_the_page_asks_for_the_key(tmp_path: Path) -> None:
-    browser.browser()
     (tmp_path / "key").write_text(KEY)
-    with opened_door(tmp_path, {"api_key_file": tmp_path / "key"}) as door:
-        page = browser.opened(door.url, tmp_path / "profile")
-    assert "the key is missing or wrong" in page.text and '<section id="login">' in page.html
+    options = {"api_key_file": tmp_path / "key", "model": "tiny-wan"}
+    with (
+        opened_door(tmp_path, options, kind="video", takes_image=True) as door,
+        driven(tmp_path / "profile") as page,
+    ):
+        page.open(door.url)
+        page.until("document.getElementById('answer').innerText.includes('needs its key')")
+        for key, said in (("x" * 16, "this key is wrong"), (KEY, "0 running")):
+            page.run(f"document.querySelector('[type=password]').value = '{key}'")
+            page.run("document.querySelector('#login button').click()")
+            page.until(f"document.getElementById('answer').innerText.includes('{said}')")
+        ask_on(page, "waves", frames=9)
+        with stepping(door.service):  # its video is not one
+            page.until("document.querySelector('.output')")
+            page.run("document.querySelector('.output').scrollIntoView()")
+            page.until("document.body.innerText.includes('cannot show it: download it')")
+        assert page.run("document.querySelector('#ended a[download]').download").endswith(".mp4")
+        page.open(f"{door.url}/docs")
+        page.until("document.getElementById('api').open")
+        said = page.run("document.getElementById('api').innerText")
+    assert [one.prompt.frames for one in door.service.asked.values()] == [9]
+    paths = {getattr(route, "path", "") for route in door.door._app.routes}
+    assert [path for path in paths if path not in said] == []
 
 
 def test_the_guide_runs(

@@ -221,7 +221,7 @@ def test_fewer_measurements_than_terms() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_times_without_relation_to_the_lengths_are_refused(seed: int) -> None:
     seconds = np.random.default_rng(seed).uniform(0.5, 2.0, 12)
-    with pytest.raises(ConfigError, match=r"\d+\.\d%, and the limit is 10%; check"):
+    with pytest.raises(ConfigError, match=r"\d+\.\d % on average, and the limit is 10\.0 %; check"):
         fit_iterations(draw(seed), seconds)
     lens = draw(11, iterations=30)
     fit = fit_iterations(lens, noisy(rank_seconds(lens).max(axis=1), 0.06, seed))

@@ -95,7 +95,7 @@ def test_other_text_encoders(folders: Path, kind: str, most: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"vae": "grey"}, "--vae .*grey: takes images of 1 channels: give a VAE for RGB images"),
+        ({"vae": "grey"}, "--vae .*grey: takes images of 1 channel: give a VAE for RGB images"),
         ({"vae": "fast"}, "--vae .*fast: makes one latent frame of 2: give .* one of 4"),
         ({"vae": "empty"}, "--vae .*config.json cannot be read: give the folder of a VAE"),
         ({"vae": "nowhere"}, "--vae .*config.json cannot be read: give the folder of a VAE"),

@@ -96,7 +96,7 @@ def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
         assert report.gain_s == pytest.approx(gain) and report.exchange_bytes == num_bytes
         seconds = factor * at_most * num_bytes + 0.1 * launches
         assert report.exchange_s == pytest.approx(seconds)
-        assert f"take {1e3 * seconds:.3g} ms and save {1e3 * gain:.3g} ms" in str(report)
+        assert f"costs {seconds:.3g} s to save {gain:.2f} s" in str(report)
         assert sorted(report.loads) == ([6.0, 6.0] if num_moved else [4.0, 8.0])
 
 
@@ -117,7 +117,7 @@ def test_what_is_even_as_given_stays_without_a_search() -> None:
     for given, tolerance in (([[4], [2, 2]], 0.0), ([[51], [50]], 0.02), ([[9], [1]], 0.0)):
         _, report = spread(given_of(given), TOKENS, locality_tolerance=tolerance)
         assert report.num_moved == 0 and report.gain_s is None
-        assert "no plan gains enough over the imbalance" in str(report)
+        assert "as given; no plan gains enough" in str(report)
 
 
 def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:

@@ -34,6 +34,7 @@ from bascule.machine.costs import (
     unit_seconds,
 )
 from bascule.machine.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
+from bascule.quantities import amount, number
 from tests.helpers.cli import Console, run
 
 WIDTH, LAYERS, TOKENS = 100, 3, 1000
@@ -135,7 +136,7 @@ def test_the_slowest_rank_of_a_mesh() -> None:
     slowest = paper.forward_seconds([WORK, idle, idle, idle], BagShape.aligned(1, 4, 4))
     assert slowest.total == pytest.approx(9.5) and slowest.waiting_s == pytest.approx(3.0)
     both = slowest + slowest
-    assert both.total == pytest.approx(19.0) and "waiting 6e+03" in str(both)
+    assert both.total == pytest.approx(19.0) and "waiting 6.00 s" in str(both)
 
 
 def test_a_step_is_its_passes() -> None:
@@ -254,9 +255,9 @@ def test_what_is_saved_is_loaded_exactly(tmp_path: Path, one: HardwareProfile) -
 
 
 def test_it_says_whether_anybody_measured_it() -> None:
-    assert str(H100).endswith("10 us a launch; assumed from a data sheet, not measured")
-    assert "544 TFLOP/s, 180 GB/s in a node, 25 GB/s between nodes" in str(H100)
-    assert str(MEASURED) == "two cores: 10.47 us a launch; measured"
+    assert str(H100).endswith("10.0 µs per launch; assumed from a data sheet, not measured")
+    assert "544 TFLOP/s, 180 GB/s in a node, 25.0 GB/s between nodes" in str(H100)
+    assert str(MEASURED) == "two cores: 10.5 µs per launch; measured"
     assert str(HardwareProfile(device="new")) == "new: no numbers; given, not measured"
 
 
@@ -272,7 +273,7 @@ def test_a_known_profile_says_that_nobody_measured_it(name: str) -> None:
         assert known.peak_flops_per_s is not None
         sustained = known.matmul_flops_per_s
         assert sustained == pytest.approx(0.55 * known.peak_flops_per_s, rel=1e-3)
-        assert f"{known.peak_flops_per_s / 1e12:g} TFLOP/s" in known.note
+        assert amount(known.peak_flops_per_s, "FLOP/s") in known.note
 
 
 @pytest.mark.parametrize(
@@ -308,4 +309,5 @@ def test_an_extreme_is_named_by_file_and_key(capsys: Console, tmp_path: Path, na
         assert code == (0 if least <= value <= most else 2), err
         if code:
             assert err.startswith(f"bascule: {path}: HardwareProfile({name}="), err
-            assert f"at least {least:g} and at most {most:g}" in err
+            bound = number(most) if most >= 1e15 else f"{most:,.0f}"
+            assert f"at least {least:g} and at most {bound}" in err

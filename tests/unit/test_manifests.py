@@ -140,8 +140,8 @@ def test_text_that_is_attended_to_crosswise_is_no_part_of_a_sequence(tmp_path: P
     manifest = read_manifest(path, TokenRule.of_model("wan2.1"))
     assert (manifest.text_tokens[0], manifest.cross_tokens[0], manifest.lens[0]) == (0, 7, 75_600)
     assert manifest.shape(0).seq_len == 75_600 and manifest.shape(0).cross_tokens == 7
-    said = "21 x 45 x 80 = 75,600 visual tokens; 7 text tokens (used by cross-attention alone, "
-    assert manifest.example.endswith(f": {said}estimated: 4 UTF-8 bytes a token)")
+    said = "21 x 45 x 80 = 75,600 visual tokens; 7 text tokens, used by cross-attention only "
+    assert manifest.example.endswith(f": {said}(estimated: 4 bytes per token)")
 
 
 def most_tokens(name: str, num_text: int) -> int:

@@ -65,7 +65,7 @@ CONTEXTS = {  # of each command: lines that read every kind of source, in every 
 
 VALUES: dict[str, str] = {  # of each option, so that its command has another result
     "accumulate": "2", "arrivals": "b-requests.jsonl", "batch_size": "2", "block": "512",
-    "bucket": "256:16", "columns": "frames=n2,fps=rate,text=caption",
+    "bucket": "256:16", "columns": "frames=n2,fps=rate,text=caption", "currency": "EUR",
     "d_model": "512", "data": "g8b1i512f1s0", "deadline": "0.01", "degrees": "1", "density": "0.2",
     "file": "b.txt", "fps": "6", "gamma": "30", "gpu_hour_price": "3", "head_dim": "16",
     "inter_gbs": "900", "intra_gbs": "0.01", "itemsize": "16", "kb_per_token": "1.8e5",
@@ -87,7 +87,10 @@ OTHER_VALUES = {
     ("sparse", "model"): "wan2.1", ("sparse", "ranks"): "4", ("sparse", "steps"): "1",
     ("trace", "topology"): "g2n1",
 }  # fmt: skip
-WITH = {"memory_gb": "--kb-per-token 5e7"}  # what must stand beside an option
+WITH = {
+    "memory_gb": "--kb-per-token 5e7",
+    "currency": "--gpu-hour-price 2",
+}  # what must stand beside an option
 PRINTED = {"compare", "rows"}  # these change what is printed, not the JSON
 # The last two by the test of a head below, and by test_manifests.py
 ELSEWHERE = {"json", "report", "head", "tokenizer"}
@@ -180,7 +183,7 @@ def test_an_option_changes_the_result_or_is_refused(
     capsys: Console, inputs: None, command: str
 ) -> None:
     changed, ignored = set[str](), list[str]()
-    positional = {"trace": {"folder"}, "inspect": {"manifest"}}.get(command, set())
+    positional = {"trace": {"folder"}, "inspect": {"manifest", "table"}}.get(command, set())
 
     @cache
     def without(line: str, is_printed: bool) -> tuple[int, Any]:

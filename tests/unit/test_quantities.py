@@ -7,6 +7,7 @@ import pytest
 from bascule.quantities import (
     Scale,
     amount,
+    count,
     flops,
     money,
     num_bytes,
@@ -30,11 +31,12 @@ WRITTEN = (
     (number, -1.2345, "-1.23"),
     (number, 0.0030612, "0.00306"),
     (number, 1.23e-16, "1.2 x 10⁻¹⁶"),
+    (number, 1e30, "1.0 x 10³⁰"),
     (number, inf, "infinite"),
     (number, nan, "not known"),
     (number, None, "not known"),
     (seconds, 0.0, "0 s"),
-    (seconds, 3.2e-7, "0.320 µs"),
+    (seconds, 3.2e-7, "320 ns"),
     (seconds, 796e-6, "796 µs"),
     (seconds, 0.00306, "3.06 ms"),
     (seconds, 0.99996, "1.00 s"),
@@ -75,8 +77,14 @@ def test_units_of_a_column_are_one():
     assert Scale.of([], "s").unit == "s"
 
 
+def test_what_is_counted_is_singular_or_plural():
+    assert [count(n, "step") for n in (0, 1, 12_345)] == ["0 steps", "1 step", "12,345 steps"]
+
+
 def test_a_spread_has_the_digits_of_its_value():
     assert with_spread(796e-6, 530e-6, "s") == "796 ± 530 µs"
     assert with_spread(1.2345, 0.01, "s") == "1.23 ± 0.01 s"
     assert with_spread(1.2345, None, "s") == "1.23 s, spread not known"
+    assert with_spread(3e-6, 1.2e-3, "s") == "0.00 ± 1.20 ms"
+    assert with_spread(3.21e-13, 4e-15, "s") == "321 ± 4 fs"
     assert money(12.3, "CHF") == "12.30 CHF" and money(1234.5, "EUR") == "€1,234"

@@ -14,6 +14,7 @@ from PIL import Image
 
 from bascule import options, plan_batch
 from bascule.cli.inputs import InputOptions
+from bascule.quantities import flops, times
 from bascule.report.charts import draw_bars, draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows, render
 from tests.helpers.browser import Page, data_of, opened, screenshot
@@ -60,12 +61,12 @@ def test_a_plan_in_the_browser(capsys: Console, tmp_path: Path) -> None:
     before = plan.unbalanced_loads(InputOptions().cost)
     assert found.errors == []
     assert found.num_charts == 2 and "One step on 8 ranks" in found.html
-    assert found.numbers["makespan"] == f"{plan.makespan:.6g} TFLOP"
-    assert found.numbers["speedup"] == f"{before.max() / plan.makespan:.2f}x"
+    assert found.numbers["makespan"] == flops(plan.makespan * 1e12)
+    assert found.numbers["speedup"] == times(before.max() / plan.makespan)
     assert found.numbers["moved_tokens"] == f"{plan.moved_tokens:,}"
     data_found = data_of(found.html)
     assert data_found["gap"] == plan.gap and data_found["wir"] == plan.wir
-    assert data_found["waiting"] == pytest.approx((plan.makespan - plan.loads).sum())
+    assert data_found["waiting"] == pytest.approx(1e12 * (plan.makespan - plan.loads).sum())
     for name, size in (("phone", PHONE), ("report", DESK)):
         image = Path(os.environ.get("DOCS_PICTURES", tmp_path)) / f"{name}.png"
         screenshot(shown, image, tmp_path / "profile", width=size[0], height=size[1])

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from bascule.plan.requests import Block
+from bascule.errors import ConfigError
+from bascule.plan.requests import Balanced, Block, policy_of
+from bascule.serve.options import ServeOptions
 from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.scheduling import Scheduler, Task
+from bascule.sim.requests import serve
 from tests.helpers.serving import Restless, Scripted, Untaught, task_of
 
 
@@ -139,3 +142,33 @@ def test_requests_end_wherever_a_policy_puts_them(stuck: Sequence[str]) -> None:
         take(scheduler, orders, orders.events.qsize())
         assert not scheduler.tasks, seed
         assert not scheduler._users and scheduler.state.num_free == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("fifo", 1), ("sjf", 1), ("srtf", 1), ("greedy", 2), ("sjf:2", 2)]
+)
+def test_the_server_starts_requests_as_its_policy_does_on_paper(name: str, ranks: int) -> None:
+    orders, steps, started = Obedient(ranks), (4, 9, 2, 7, 5, 1), list[str]()
+    policy = ServeOptions(policy=name).make_policy([1, 2])
+    scheduler = Scheduler(orders, policy, Untaught())
+    tasks = [task_of(f"r{k}", k, {"num_inference_steps": num}) for k, num in enumerate(steps)]
+    requests = [task.request for task in tasks]
+    for task in tasks:
+        scheduler.add(task)
+    scheduler.decide()
+    while scheduler.tasks:
+        started += [request_id for request_id in orders.at if request_id not in started]
+        assert {block.degree for block in orders.at.values()} <= {ranks}
+        orders.step()
+        take(scheduler, orders, orders.events.qsize())
+    on_paper = serve(requests, policy_of(name, requests, ranks), ranks).end_s.argsort()
+    assert started == [f"r{k}" for k in on_paper]
+    assert (started == sorted(started)) == (name in ("fifo", "greedy"))
+
+
+def test_the_policy_of_a_server() -> None:
+    assert isinstance(ServeOptions().make_policy([1, 2]), Balanced)
+    with pytest.raises(ConfigError, match="'srpt' is not known: give one of fifo, sjf, srtf"):
+        ServeOptions(policy="srpt").check()
+    with pytest.raises(ConfigError, match="the degree of all requests can be 2, 4"):
+        ServeOptions(policy="sjf", degrees=(2, 4)).check()

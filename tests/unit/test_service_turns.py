@@ -261,3 +261,23 @@ def test_a_damaged_spool_fails_its_requests_and_ends_no_thread(tmp_path: Path) -
         play(service, ranks, "")
         assert {service.status(one).state for one in ids.values()} == {"done"}
         assert not service.health()
+
+
+def test_the_log_has_a_line_for_each_request_that_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "bascule")
+    with serving(tmp_path) as (service, ranks):
+        ids = ask(service, "done", "failed", "cancelled")
+        service.cancel(ids["cancelled"])
+        until(lambda: {ids["done"], ids["failed"]} <= ranks.running.keys())
+        ranks.leave(ids["done"])
+        ranks.leave(ids["failed"], "failed")
+        until(lambda: all(one.has_ended for one in service.statuses()))
+        service.stop()
+    *ended, stopping, stopped = [one.getMessage() for one in caplog.records]
+    said = {text.split(": ")[1].split()[0]: text for text in ended}
+    for state, request_id in ids.items():
+        assert said[state].startswith(f"request {request_id}: {state} after ")
+    assert {said[state].partition(", ranks ")[2] for state in ("done", "failed")} == {"0", "1: why"}
+    assert stopping.startswith("stopping: ") and stopped.startswith("stopped: ")

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bascule.cli.simulate_requests import report_of
 from bascule.machine.cluster import HardwareProfile
 from bascule.plan.requests import POLICIES
-from bascule.sim.requests import BOUND, compare
+from bascule.sim.requests import BOUND, Row, compare
 from bascule.workload.requests import Recorded, predicted
 from bascule.workload.tokens import model_shape
 from benchmarks.published import NAMED, OTHERS, policy_of, qwen_h20, synthetic_wan
@@ -38,19 +39,19 @@ def test_requests_of_a_file_by_hand(capsys: Console, tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, LINES)))
     words = "--arrivals", str(path), "--tflops", "120", "--ranks", "1", "--rates", "1"
     one = simulated(capsys, *words, "--policies", "fifo", "--seeds", "1")
-    latency, bound = one["Latency"]
+    balanced, fifo, bound = one["rows"]
     small, large = 20 * step_s(1024)[1], 10 * step_s(4096)[1]
-    assert latency["mean, s"] == pytest.approx((small + small + large - 1) / 2)
-    assert latency["slowdown"] == pytest.approx((small + large - 1) / large)
-    assert latency["on time"] == bound["on time"] == 1.0  # the second within three times its own
-    assert one["On time"] == [{"rate": 1, "policy": "fifo", "1024x1024": 1.0, "small": 1.0}]
-    (ranks,) = one["Ranks"]
-    assert ranks["rank-s each"] == pytest.approx((small + large) / 2)
-    assert ranks["idle"] == pytest.approx(0.0) and ranks["ranks of small"] == 1
+    assert balanced["policy"] == "balanced"  # what the server would do is always there
+    assert fifo["mean_s"] == pytest.approx((small + small + large - 1) / 2)
+    assert fifo["slowdown"] == pytest.approx((small + large - 1) / large)
+    assert fifo["on_time"] == bound["on_time"] == 1.0  # the second within three times its own
+    assert fifo["on_time of 1024x1024"] == fifo["on_time of small"] == 1.0
+    assert fifo["rank_s"] == pytest.approx((small + large) / 2)
+    assert fifo["idle"] == pytest.approx(0.0) and fifo["degree of small"] == 1
     # At twice the speed the second one waits for half a second more.
-    twice = simulated(capsys, *words[:-1], "2", "--policies", "fifo", "--slo", "0.5")
-    assert twice["Latency"][0]["mean, s"] == pytest.approx((small + small + large - 0.5) / 2)
-    assert twice["On time"][0]["small"] == 0.0
+    twice = simulated(capsys, *words[:-1], "2", "--policies", "fifo", "--slo", "0.5")["rows"][1]
+    assert twice["mean_s"] == pytest.approx((small + small + large - 0.5) / 2)
+    assert twice["on_time of small"] == 0.0
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -130,8 +131,40 @@ def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
         "--report", str(page), "--passes", "2", "--degrees", "1", "4",
     )  # fmt: skip
     assert code == 0, err
-    assert "Choose balanced: at load 1 " in out
+    assert "At load 1, bascule serve as it is (policy balanced) finishes" in out
     assert page.read_text().count("Plotly.newPlot(") == 2
+
+
+@pytest.mark.parametrize(
+    ("on_time", "mean_s", "best", "said"),
+    [
+        ((0.9, 0.86), 10, "sjf", "--policy sjf would be better (on time 88.0 instead of 80.0 %)"),
+        ((0.9, 0.86), 30, "sjf", "but worse in other ways (mean 30.0 instead of 10.0 s)"),
+        ((0.8, 0.8), 9, "sjf", "(mean 9.00 instead of 10.0 s), and in nothing clearly worse."),
+        (
+            (0.808, 0.808),
+            10,
+            "balanced",
+            "No other policy here is better.",
+        ),  # below a request in 100
+        (
+            (0.79, 0.95),
+            10,
+            "balanced",
+            "No other policy here is better.",
+        ),  # one draw says otherwise
+    ],
+)
+def test_another_policy_is_advised_beyond_noise_alone(
+    on_time: tuple[float, float], mean_s: float, best: str, said: str
+) -> None:
+    def row(name: str, shares: tuple[float, float], seconds: float) -> Row:
+        figures = dict.fromkeys(("mean_s", "p95_s", "p99_s", "rank_s"), seconds) | {"p95_s": 20.0}
+        return Row(1, name, [figures | {"on_time": share, "p99_s": 40.0} for share in shares])
+
+    rows = [row("balanced", (0.8, 0.8), 10), row("sjf", on_time, mean_s), row(BOUND, (1, 1), 1)]
+    report = report_of(rows, "", 8, "load")
+    assert said in report.answer and report.facts[0].value == best
 
 
 @pytest.mark.parametrize(
@@ -144,7 +177,7 @@ def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
         ("--mix 64x64@5 --policies balanced:2", "the first three may have a degree"),
         ("--mix 64x64@5 --degrees 3", "a request runs on 1, 2, 4, 8 ranks, and there are 8"),
         ("--mix 64x64@5 --loads 0", "--loads"),
-        ("--mix 64x64@5 --policies", "give one of --loads at least, and one of --policies"),
+        ("--mix 64x64@5 --loads", "--loads: give one at least"),
         ("--mix 512@20", "'512@20': write a size, steps and a share"),
         ("--mix 512x512@20=0", "all shares are 0"),
         ("--mix 8x8@20", "8x8: has no token"),

@@ -559,7 +559,8 @@ def test_a_picture_shows_the_study() -> None:
     traces: Any = draw(found, 5).data
     mask, ranks, chosen = traces
     assert (mask.z == steps[0][5]).all()
-    assert (ranks.z == setting.plan("minimal_move", steps[0], (2, 2)).rank_of).all()
+    assert (ranks.z == setting.plan("minimal_move", steps[0], found.best).rank_of).all()
+    assert found.best == (1, 4)
     assert chosen.z.shape == (2, 3)
     names = [chosen.colorbar.ticktext[place] for place in chosen.z.ravel()]
     told = [x.degrees for run_of in found.runs for x in run_of.choices]

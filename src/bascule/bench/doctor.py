@@ -37,6 +37,7 @@ from bascule.comm.failures import ask, read, shared
 from bascule.comm.groups import RankGroup, member_of, resolve, timeout_of
 from bascule.errors import CommError
 from bascule.machine.cluster import FLOPS_PER_VALUE, HardwareProfile
+from bascule.quantities import amount, num_bytes, number, percent, seconds, times
 
 STORE, WORK, COLLECTIVE, LINK = "store", "work", "collective", "link"
 
@@ -137,7 +138,7 @@ class Measured:
     def describe(self, link: Timing) -> str:
         """Name the ends and the bandwidth of a link."""
         ends = " and ".join(f"rank {rank} on {self.facts[rank]['host']}" for rank in link.ends)
-        return f"{ends} exchange {link.rate / 1e9:.3g} GB/s"
+        return f"{ends} exchange {amount(link.rate, 'B/s')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def differences(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         most = max(ranks_of.values(), key=len)  # the first one of the largest
         others = sorted(rank for ranks in ranks_of.values() if ranks is not most for rank in ranks)
         values = "; ".join(f"{value} on {named(ranks)}" for value, ranks in ranks_of.items())
-        text = f"{title} must be the same on all ranks, and differs: {values}; {advice}"
+        text = f"{title} must be the same on all ranks, but differs: {values}; {advice}"
         yield Finding("difference", tuple(others), text)
 
 
@@ -218,8 +219,8 @@ def _memory(facts: Sequence[Mapping[str, Any]]) -> Rule:
     sizes = {rank: fact["memory_bytes"] for rank, fact in enumerate(facts) if fact["memory_bytes"]}
     limit = _MEMORY_SHARE * float(np.median(list(sizes.values()))) if sizes else 0.0
     if small := {rank: size for rank, size in sizes.items() if size < limit}:
-        what = f"{named(small)}: {min(small.values()) / 1e9:.1f} GB of memory, and others have more"
-        yield "memory", small, what, f"{limit / 1e9:.1f} GB ({_MEMORY_SHARE:.0%} of the median)"
+        what = f"{named(small)}: {num_bytes(min(small.values()))} of memory, less than others"
+        yield "memory", small, what, f"{num_bytes(limit)} ({percent(_MEMORY_SHARE)} of the median)"
 
 
 def _slow_ranks(measured: Measured, limit: float) -> Rule:
@@ -227,11 +228,11 @@ def _slow_ranks(measured: Measured, limit: float) -> Rule:
         is_slow = to_median(work.seconds) > limit
         for rank in _often(is_slow):
             what = (
-                f"rank {rank} on {measured.facts[rank]['host']} takes {work.ratios[rank]:.2f} "
-                f"times as long as the median rank for the same {work.name}, and too long in "
-                f"{_rounds(is_slow[:, rank])}"
+                f"rank {rank} on {measured.facts[rank]['host']} takes "
+                f"{times(float(work.ratios[rank]))} the median rank's time for the same "
+                f"{work.name}, and was too slow in {_rounds(is_slow[:, rank])}"
             )
-            yield "slow rank", [rank], what, f"{limit:.2f}"
+            yield "slow rank", [rank], what, times(limit)
 
 
 def _slow_links(measured: Measured, limit: float) -> Rule:
@@ -243,11 +244,11 @@ def _slow_links(measured: Measured, limit: float) -> Rule:
         for place in _often(shares < limit):
             link, share = links[place], shares[:, place]
             what = (
-                f"{measured.describe(link)} in messages of {link.size / 2**20:.3g} MiB on {on}, "
-                f"{np.median(share):.2f} times the median link {where}, and too little in "
+                f"{measured.describe(link)} in messages of {num_bytes(link.size)} on {on}, "
+                f"{times(float(np.median(share)))} the median link {where}, and were too slow in "
                 f"{_rounds(share < limit)}"
             )
-            yield "slow link", link.ends, what, f"{limit:.2f}"
+            yield "slow link", link.ends, what, times(limit)
 
 
 def _below(measured: Measured, profile: HardwareProfile, slower: float, share: float) -> Rule:
@@ -259,10 +260,10 @@ def _below(measured: Measured, profile: HardwareProfile, slower: float, share: f
         if slow := _often(work.amount / work.seconds < limit):
             rate = work.amount / work.rank_seconds[slow].max()
             what = (
-                f"{named(slow)}: {rate / 1e12:.4g} TFLOP/s in {work.name}, the profile of "
-                f"{profile.device} ({source}) has {expected / 1e12:.4g}"
+                f"{named(slow)}: {amount(rate, 'FLOP/s')} in {work.name}, the profile of "
+                f"{profile.device} ({source}) has {amount(expected, 'FLOP/s')}"
             )
-            yield "profile", slow, what, f"{limit / 1e12:.4g}"
+            yield "profile", slow, what, amount(limit, "FLOP/s")
     for link in measured.largest_links():
         name = "intra_bytes_per_s" if measured.is_near(link) else "inter_bytes_per_s"
         expected = getattr(profile, name)
@@ -272,16 +273,16 @@ def _below(measured: Measured, profile: HardwareProfile, slower: float, share: f
             source = profile.provenance_of(name)
             what = (
                 f"{measured.describe(link)}, the profile of {profile.device} ({source}) has "
-                f"{expected / 1e9:.3g} {measured.place_of(link)}"
+                f"{amount(expected, 'B/s')} {measured.place_of(link)}"
             )
-            yield "profile", link.ends, what, f"{share * expected / 1e9:.3g}"
+            yield "profile", link.ends, what, amount(share * expected, "B/s")
 
 
 def _store(measured: Measured) -> Rule:
-    seconds = measured.of(STORE)[0].rank_seconds
-    if slow := np.flatnonzero(seconds > _STORE_LIMIT_S).tolist():
-        what = f"{named(slow)}: a request to the store takes {seconds.max() * 1e3:.1f} ms"
-        yield "store", slow, what, f"{_STORE_LIMIT_S * 1e3:g} ms"
+    took = measured.of(STORE)[0].rank_seconds
+    if slow := np.flatnonzero(took > _STORE_LIMIT_S).tolist():
+        what = f"{named(slow)}: a request to the store takes {seconds(float(took.max()))}"
+        yield "store", slow, what, seconds(_STORE_LIMIT_S)
 
 
 def _timeout(measured: Measured) -> Rule:
@@ -291,14 +292,14 @@ def _timeout(measured: Measured) -> Rule:
         return
     calls, ranks = [*measured.of(STORE), *measured.of(COLLECTIVE)], range(len(measured.facts))
     slowest = max(calls, key=lambda call: call.slowest_s)
-    seconds, shortest, longest = slowest.slowest_s, min(timeouts), max(timeouts)
-    if shortest < _CALLS_IN_TIMEOUT * seconds:
-        what = f"the timeout of {shortest:g} s is short: {slowest.name} alone takes {seconds:.3g} s"
-        limit = f"{_CALLS_IN_TIMEOUT * seconds:.3g} s, {_CALLS_IN_TIMEOUT} times that"
+    took, shortest, longest = slowest.slowest_s, min(timeouts), max(timeouts)
+    if shortest < _CALLS_IN_TIMEOUT * took:
+        what = f"the timeout of {number(shortest)} s is short: {slowest.name} takes {seconds(took)}"
+        limit = f"{number(_CALLS_IN_TIMEOUT * took)} s, {_CALLS_IN_TIMEOUT} times as long"
         yield "short timeout", ranks, what, limit
     if longest > _LONGEST_TIMEOUT_S:
-        what = f"the timeout of {longest:g} s is long: a rank that hangs holds all others so long"
-        yield "long timeout", ranks, what, f"{_LONGEST_TIMEOUT_S:g} s"
+        what = f"the timeout of {number(longest)} s is long: if one rank hangs, all wait so long"
+        yield "long timeout", ranks, what, f"{number(_LONGEST_TIMEOUT_S)} s"
 
 
 def _often(is_slow: Bools) -> list[int]:
@@ -376,8 +377,8 @@ def _measure(
     time_round(group, device, probes)  # warms up connections, memory and kernels
     advance()
     rounds = np.empty((options.rounds, group.size, len(probes)))
-    for number in range(options.rounds):
-        rounds[number] = time_round(group, device, probes)
+    for place in range(options.rounds):
+        rounds[place] = time_round(group, device, probes)
         advance()
     timings, links = list[Timing](), list[Timing]()
     for place, probe in enumerate(probes):

@@ -55,6 +55,7 @@ from bascule.machine.calibration import (
 from bascule.machine.cluster import HardwareProfile
 from bascule.machine.fits import fit_curve
 from bascule.models import MMDiTConfig
+from bascule.quantities import count, number, percent
 
 PASS, HOST = "pass", "host"
 ALONE, ON_RANKS = "call of attention", "call of attention on all ranks"
@@ -256,8 +257,9 @@ def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device)
             f"kernel {options.kernel or 'as chosen'}"
         )
     return (
-        f"{block}; {lens[0]} to {lens[-1]} tokens, messages up to {options.mib} MiB, "
-        f"{options.points} sizes each, {options.rounds} rounds; {group.size} ranks at once, "
+        f"{block}; {number(lens[0])} to {number(lens[-1])} tokens, messages up to "
+        f"{options.mib} MiB, {options.points} sizes each, {count(options.rounds, 'round')}; "
+        f"{count(group.size, 'rank')} at once, "
         f"{threads} threads each of {os.cpu_count()} processors"
     )
 
@@ -298,18 +300,18 @@ def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) ->
         error = fit.held_out_error
         if error is not None and error > limit:
             sentences.append(
-                f"{fit.what}: held-out {fit.unit} are missed by {error:.0%} in the median, and the "
-                f"limit is {limit:.0%}: leave the machine idle, give more --rounds, or sizes over "
-                "which it behaves alike"
+                f"{fit.what}: held-out {fit.unit} are missed by {percent(error)} (median), and the "
+                f"limit is {percent(limit)}: leave the machine idle, give more --rounds, or a "
+                "narrower range of sizes"
             )
         elif fit.coefficients[1] <= 0:
             sentences.append(
-                f"{fit.what}: the times do not grow with the {fit.unit} in proportion anywhere, so "
-                "they give no rate: leave the machine idle, give more --rounds, or larger sizes"
+                f"{fit.what}: the times do not grow in proportion to the {fit.unit}, so they "
+                "give no rate: leave the machine idle, give more --rounds, or larger sizes"
             )
         elif attends and fit.what == FORWARD and fit.coefficients[2] <= 0:
             sentences.append(
-                f"{fit.what}: attention is lost in the noise, so that it would take no time at any "
+                f"{fit.what}: attention cannot be told from noise: the fit gives it no time at any "
                 "length: give longer --lengths, or leave the machine idle"
             )
     return sentences

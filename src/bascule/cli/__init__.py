@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -12,7 +14,7 @@ COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` tak
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
     "simulate": "Predict training steps, balanced and as they are today.",
-    "simulate-requests": "Serve requests on paper: which policy, on how many ranks?",
+    "simulate-requests": "Simulate what bascule serve would reach.",
     "sparse": "Show how uneven block-sparse attention is on a mesh.",
     "trace": "Read the traces that torch.profiler wrote, one per rank.",
     "bench": "Train on the same batches without and with balancing.",
@@ -40,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int | None:
-    from bascule.errors import CommError, ConfigError, PlanError
+    from bascule.errors import CommError, ConfigError, PlanError, QuestionError
 
     name = arguments[0] if arguments else "--help"
     if name == "--version":
@@ -60,6 +62,13 @@ def _run(arguments: list[str]) -> int | None:
             command, options = parse(arguments)
             check_options(options)
             return command(options, arguments)
+        except QuestionError as question:
+            command = shlex.join(["bascule", *arguments])
+            for option, value in question.options.items():
+                name = f"--{option.replace('_', '-')}"
+                command = re.sub(rf" ('{name}=[^']*'|{name}[ =]('[^']*'|\S*))", "", command)
+                command += f" {name} {shlex.quote(str(value))}"
+            return _fail(f"{question}. For example: {command}", 2)
         except (ConfigError, PlanError) as error:
             return _fail(str(error), 2)
         except CommError as error:

@@ -1,17 +1,17 @@
 """`bascule bench --data g2b4i128f1s0 --ranks 2`: measure what balancing is worth."""
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bascule.bench.options import BenchOptions
+from bascule.quantities import Scale, amount, count, num_bytes, number, percent, seconds, times
 from bascule.report.charts import draw_lines
-from bascule.report.page import Fact, Report, Rows, columns, mib
+from bascule.report.page import Fact, Report, Rows, columns
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +63,8 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
 
 def _backups(*paths: Path) -> list[Path]:
     """Return names for an earlier run's files: summary.1.json, or with the next free number."""
-    numbered = ([path.with_suffix(f".{n}{path.suffix}") for path in paths] for n in count(1))
-    return next(backups for backups in numbered if not any(path.exists() for path in backups))
+    names = ([path.with_suffix(f".{n}{path.suffix}") for path in paths] for n in itertools.count(1))
+    return next(backups for backups in names if not any(path.exists() for path in backups))
 
 
 def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report:
@@ -77,13 +77,13 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
     steps_of = {name: [row for row in steps if row["topology"] == name] for name in topologies}
     measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
     error = measured / predicted - 1
-    ranks = f"{setting['world_size']} ranks ({setting['device']})"
+    ranks = f"{count(setting['world_size'], 'rank')} ({setting['device']})"
     is_loader, (low, high) = "loader" in summary, summary["measured_ratio_spread"]
     moved = any(topology["moved_tokens"] for topology in topologies.values())
     is_same = not moved and "stages" not in summary
     way = "data loader" if is_loader else f"bags {', '.join(topologies)}"
     labels = {name: name if len(topologies) > 1 else _ARMS["balanced"] for name in topologies}
-    sent = "sent a step" if is_loader else "sent a step, forward"
+    sent = "sent per step" if is_loader else "sent per step, forward"
     lines = {
         key: {_ARMS["unbalanced"]: [row[f"{key}_unbalanced"] for row in steps_of[best]]}
         | {labels[name]: [row[f"{key}_balanced"] for row in steps_of[name]] for name in topologies}
@@ -92,48 +92,48 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
     arms = _ARMS["unbalanced"], labels[best]
     without, balanced = (sum(lines["seconds"][arm]) for arm in arms)
     rows = [
-        (label, *(template.format(*np.atleast_1d(arm[key])) for arm in (before, after)))
-        for label, key, template in _ROWS
+        (label, *(write(arm[key]) for arm in (before, after)))
+        for label, key, write in _ROWS
         if before[key] is not None
     ]
     rows += [
-        (f"loss, {which} step", *(f"{loss:.6f}" for loss in summary[f"loss_{which}"]))
+        (f"loss, {which} step", *map(number, summary[f"loss_{which}"]))
         for which in ("first", "last")
     ]
     answer = (
-        f"With bascule, training ran {measured:.2f}x as fast (steps {low:.2f}x to {high:.2f}x); "
-        f"predicted were {predicted:.2f}x."
+        f"With bascule, training ran {times(measured)} as fast (single steps {times(low)} to "
+        f"{times(high)}); the prediction was {times(predicted)}."
     )
     gains = (
-        Fact("measured_ratio", "measured speed-up", measured, "{:.2f}x"),
-        Fact("prediction_error", "measured over predicted", error, "{:+.1%}"),
-        Fact("seconds_saved", "saved in all", without - balanced, "{:.2f} s"),
+        Fact("measured_ratio", "measured speed-up", measured, times),
+        Fact("prediction_error", "which is", error, _against_prediction),
+        Fact("seconds_saved", "saved in all steps", without - balanced, seconds),
     )
     if len(topologies) > 1:
         answer = f"{best} was the fastest of {len(topologies)} topologies. {answer}"
     if is_same:
-        answer, gains = "Nothing was moved: both ways did the same, and differ by noise alone.", ()
+        answer, gains = "Nothing was moved: both runs did the same and differ by noise.", ()
     return Report(
-        title=f"{ranks}, {way}, {len(steps_of[best])} steps",
+        title=f"{ranks}, {way}, {count(len(steps_of[best]), 'step')}",
         answer=answer,
         facts=(
             *gains,
-            Fact("predicted_ratio", "predicted, compute only", predicted, "{:.2f}x"),
-            Fact("wir_unbalanced", "WIR without", before["wir"], "{:.2f}"),
-            Fact("wir_balanced", "WIR with", after["wir"], "{:.2f}"),
-            Fact("fbl_unbalanced", "a step without", before["fbl_median_s"], "{:.3f} s"),
-            Fact("fbl_balanced", "a step with", after["fbl_median_s"], "{:.3f} s"),
-            Fact("sent_bytes", f"{sent}, all ranks", summary["sent_bytes_per_step"], mib),
-            Fact("loss_difference", "losses differ by", summary["loss_difference"], "{:.1e}"),
+            Fact("predicted_ratio", "predicted speed-up, compute only", predicted, times),
+            Fact("wir_unbalanced", "slowest/fastest rank (WIR), without", before["wir"], number),
+            Fact("wir_balanced", "slowest/fastest rank (WIR), with", after["wir"], number),
+            Fact("fbl_unbalanced", "a step takes, without", before["fbl_median_s"], seconds),
+            Fact("fbl_balanced", "a step takes, with", after["fbl_median_s"], seconds),
+            Fact("sent_bytes", f"{sent}, all ranks", summary["sent_bytes_per_step"], num_bytes),
+            Fact("loss_difference", "losses differ by", summary["loss_difference"], number),
         ),
         parts=(
             *_topologies(summary, lines["seconds"]),
             Rows("Both ways", columns("", _ARMS["unbalanced"], labels[best]), rows),
             *_stages(summary),
             draw_lines(
-                "Seconds of each step",
-                "Forward and backward of the slowest rank; planning and exchanges are in all lines "
-                "but the first.",
+                "Time of each step",
+                "Forward and backward pass of the slowest rank. All lines but the first include "
+                "planning and exchanges.",
                 ("step", "s"),
                 lines["seconds"],
             ),
@@ -145,24 +145,28 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
     )
 
 
-_ROWS = (  # label, key in an arm's summary, format
-    ("workload imbalance (WIR), max/min load", "wir", "{:.2f}"),
-    ("imbalance (max/mean load)", "imbalance", "{:.3f}"),
-    ("forward and backward (FBL), median", "fbl_median_s", "{:.3f} s"),
-    ("forward and backward (FBL), 10% to 90%", "fbl_spread_s", "{:.3f} to {:.3f} s"),
-    ("tokens a second", "tokens_per_s", "{:,.0f}"),
-    ("FLOP a second", "flops_per_s", "{:.3g}"),
-    ("hardware FLOP utilisation (HFU)", "hfu", "{:.1%}"),
+def _against_prediction(error: float) -> str:
+    return f"{percent(abs(error))} {'below' if error < 0 else 'above'} the prediction"
+
+
+_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # label, key of an arm, format
+    ("slowest/fastest rank's load (WIR)", "wir", number),
+    ("slowest/mean rank's load (imbalance)", "imbalance", number),
+    ("forward and backward (FBL), median", "fbl_median_s", seconds),
+    ("FBL of 10 % to 90 % of steps", "fbl_spread_s", lambda ends: " to ".join(map(seconds, ends))),
+    ("tokens per second", "tokens_per_s", number),
+    ("FLOP per second", "flops_per_s", partial(amount, unit="FLOP/s")),
+    ("hardware FLOP utilisation (HFU)", "hfu", percent),
 )
 
 
-def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]]) -> list[Rows]:
-    """Return the table of topologies, if there are several; `seconds` of their steps, by label."""
+def _topologies(summary: dict[str, Any], times_of: Mapping[str, Sequence[float]]) -> list[Rows]:
+    """Return the table of topologies, if there are several; `times_of` steps are by label."""
     if len(summary["topologies"]) == 1:
         return []
     firsts = Counter(
-        min(zip(step_seconds, seconds, strict=True))[1]
-        for step_seconds in zip(*seconds.values(), strict=True)
+        min(zip(step_times, times_of, strict=True))[1]
+        for step_times in zip(*times_of.values(), strict=True)
     )
     without = _ARMS["unbalanced"]
     rows: list[tuple[Any, ...]] = [
@@ -173,28 +177,29 @@ def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]])
             name,
             topology["balanced"]["imbalance"],
             topology["predicted_ratio"],
-            "{:.2f}x ({:.2f} to {:.2f})".format(
-                topology["measured_ratio"], *topology["measured_ratio_spread"]
-            ),
+            f"{times(topology['measured_ratio'])} "
+            f"({' to '.join(map(number, topology['measured_ratio_spread']))})",
             topology["sent_bytes_per_step"],
             firsts[name],
         )
         for name, topology in summary["topologies"].items()
     ]
-    formats = columns("bags", "imbalance: {:.3f}", "predicted, compute only: {:.2f}x")
-    formats |= columns("measured (10% to 90% of steps)") | {"sent a step, forward": mib}
-    return [Rows("Topologies", formats | columns("steps won"), rows)]
+    sent = Scale.of((row[4] for row in rows), "B")
+    formats = columns("bags") | {"imbalance": number, "predicted, compute only": times}
+    formats |= columns("measured (10 % to 90 % of steps)")
+    formats |= {f"sent per step, forward, {sent.unit}": sent} | columns("steps won")
+    return [Rows("Topologies", formats, rows)]
 
 
 def _stages(summary: dict[str, Any]) -> list[Rows]:
     if "stages" not in summary:
         return []
-    names = "imbalance without: {:.2f}", "imbalance with: {:.2f}", "s without: {:.3g}"
-    formats = columns("", *names, "s with: {:.3g}", "speed-up: {:.2f}x")
     return [
         Rows(
             f"Stages, {kind}",
-            formats,
+            columns("")
+            | {"imbalance without": number, "imbalance with": number}
+            | {"time without": seconds, "time with": seconds, "speed-up": times},
             [
                 (
                     name.replace("_", " "),
@@ -212,35 +217,34 @@ def _stages(summary: dict[str, Any]) -> list[Rows]:
 def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
     setting, loader, num_steps = summary["setting"], summary.get("loader"), summary["steps"]
     topologies: dict[str, Any] = summary["topologies"]
-    differences = {
-        key: max(topology[key] for topology in topologies.values())
+    differences = (
+        max(topology[key] for topology in topologies.values())
         for key in ("loss_difference", "grad_difference_first", "grad_difference")
-    }
+    )
     fit, wires = setting["fit_error"], "exchange" if loader else "wires"
-    tokens = ", ".join(f"{tokens:,.0f}" for tokens in summary["tokens_per_rank"][:16])
+    tokens = ", ".join(map(number, summary["tokens_per_rank"][:16]))
     tokens += " ..." if setting["world_size"] > 16 else ""
     tokens += f" (bags {setting['topology']})" if len(topologies) > 1 else ""
     notes = [
-        f"the prediction counts compute only, not the {wires}: gamma {setting['gamma']:.2f}"
-        + ("" if fit is None else f", fitted within {fit:.0%}"),
-        "same maths: losses differ by {loss_difference:.1e} at most, gradients by "
-        "{grad_difference_first:.1e} at the first step and {grad_difference:.1e} at most "
-        "(relative)".format(**differences),
-        f"tokens a rank with balancing: {tokens}",
+        f"the prediction counts compute only, not the {wires}: gamma {number(setting['gamma'])}"
+        + ("" if fit is None else f", fitted within {percent(fit)}"),
+        "same maths: losses differ by {} at most, gradients by {} at the first step and {} at most "
+        "(relative)".format(*map(number, differences)),
+        f"tokens per rank with balancing: {tokens}",
     ]
     if len(topologies) > 1 and setting["device"] == "cpu":
-        ratios = [f"{name} {topology['cpu_ratio']:.2f}x" for name, topology in topologies.items()]
-        notes.append(f"in CPU seconds of the busiest rank, without waits: {', '.join(ratios)}")
+        ratios = [f"{name} {times(topology['cpu_ratio'])}" for name, topology in topologies.items()]
+        notes.append(f"speed-up in CPU time, busiest rank, without waits: {', '.join(ratios)}")
     if loader:
         reasons = loader["reasons"].items()
         skipped = ", ".join(f"{n} {why}" for why, n in reasons if why != "balanced")
-        seconds = ", ".join(
-            f"{name} {loader[f'{name}_s_per_step'] * 1e3:.1f} ms"
+        parts = ", ".join(
+            f"{name} {seconds(loader[f'{name}_s_per_step'])}"
             for name in ("exchange", "hidden", "exposed")
         )
         notes += [
-            f"the slowest rank, a step: {seconds} ({loader['exposed_share']:.1%} of the step)",
-            f"samples moved in {loader['applied_steps']} of {num_steps} steps"
+            f"the slowest rank, per step: {parts} ({percent(loader['exposed_share'])} of the step)",
+            f"samples moved in {number(loader['applied_steps'])} of {count(num_steps, 'step')}"
             + (f" (others: {skipped})" if skipped else ""),
         ]
     if setting["skipped_photos"]:
@@ -248,14 +252,14 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
     if not is_same and summary["measured_ratio"] < _MISSED * summary["predicted_ratio"]:
         low, high = summary["measured_ratio_spread"]
         notes.append(
-            f"measured is below predicted: the {wires}, planning, and what both ways have in "
-            "common (collectives of FSDP, launches) are not predicted, and steps this short may "
-            f"differ by noise alone (they range from {low:.2f}x to {high:.2f}x)"
+            f"measured is below predicted: the {wires}, planning, and what both runs share "
+            "(collectives of FSDP, launches) are not predicted; and steps this short may differ "
+            f"by noise alone (from {times(low)} to {times(high)})"
         )
     if fit is not None and setting["gamma"] == 0.0:
         notes.append(
-            "warning: the fitted gamma is 0, attention's time did not show, so plans count linear "
-            "layers only: measure longer sequences or a quieter machine, or give --gamma"
+            "warning: the fitted gamma is 0, because attention's time did not show; so plans count "
+            "linear layers only: measure longer sequences or a quieter machine, or give --gamma"
         )
     for name, topology in topologies.items():
         if not topology["single_binds_steps"]:
@@ -266,7 +270,8 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
             else f"balancing on bags {name} can shorten: give larger bags with --topologies"
         )
         notes.append(
-            f"warning: in {topology['single_binds_steps']} of {num_steps} steps one sequence alone "
-            f"takes as long as its step, which no {advice}"
+            f"warning: in {number(topology['single_binds_steps'])} of "
+            f"{count(num_steps, 'step')} one sequence alone takes as long as its step, which no "
+            f"{advice}"
         )
     return notes

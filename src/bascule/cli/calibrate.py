@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from bascule.calibrate.options import CalibrateOptions
 from bascule.machine.calibration import BYTES, TOKENS, Fit
 from bascule.machine.cluster import HardwareProfile
+from bascule.quantities import Scale, count, number, percent, with_spread
 from bascule.report.charts import new_figure
 from bascule.report.page import Chart, Fact, Report, Rows, columns
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _CURVE_POINTS = 100
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps"), (1e-15, "fs"))
 _FORMAT = {"bascule": "calibration report", "version": 1}
 _WARM_UP_ROUNDS = 2
 
@@ -43,6 +43,8 @@ def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
             return 1
         profile.save(options.out)
         saved(console, options.out)
+        use = f"use it with plan --wires, topology, simulate, sparse: --profile {options.out}"
+        console.print(use, markup=False, highlight=False, soft_wrap=True)
         return 0
 
     def prepare(num_ranks: int) -> None:
@@ -63,21 +65,21 @@ def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
     assert calibration is not None
     base = [name for name in profile.numbers if name not in calibration.measured]
     return Report(
-        title=f"{calibration.name}: {profile.device}, {calibration.num_ranks} ranks",
+        title=f"{calibration.name}: {profile.device}, {count(calibration.num_ranks, 'rank')}",
         answer=f"Refused: {refused[0]}." if refused else f"{profile}.",
         facts=tuple(
-            Fact(f"held_out {fit.what}", f"{fit.what}, held out missed by", error, "{:.1%}")
+            Fact(f"held_out {fit.what}", f"{fit.what}: error on held-out sizes", error, percent)
             for fit in calibration.fits
             if (error := fit.held_out_error) is not None
         ),
         parts=(
             Rows(
-                "Curves, seconds with half their 95 % intervals",
-                columns("", "a call", "a token, byte", "a pair"),
+                "Fitted times, ± half of the 95 % confidence interval",
+                columns("", "per call", "per token or byte", "per pair of tokens"),
                 [
                     (
                         fit.what,
-                        *map(_with_error, fit.coefficients, fit.errors),
+                        *map(with_spread, fit.coefficients, fit.errors, repeat("s")),
                         *[None] * (fit.unit == BYTES),
                     )
                     for fit in calibration.fits
@@ -89,21 +91,14 @@ def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
         ),
         notes=(
             *(f"refused: {line}" for line in refused),
-            *(f"{x.what}: {_with_error(x.seconds, x.error)}" for x in calibration.overheads),
+            *(f"{x.what}: {with_spread(x.seconds, x.error, 's')}" for x in calibration.overheads),
             f"measured {calibration.date} with torch {calibration.torch}: "
             f"{', '.join(calibration.measured)}; {calibration.settings}",
             f"not measured, taken from {calibration.base}: {', '.join(base) or 'nothing'}",
-            "every third size was held out of the fits; errors are medians over these",
+            "every third size was held out of the fits; errors are medians over these sizes",
         ),
         values={**_FORMAT, "refused": list(refused), "profile": profile.to_dict()},
     )
-
-
-def _with_error(seconds: float, error: float | None) -> str:
-    largest = max(seconds, error or 0.0)
-    unit, name = next((pair for pair in _UNITS if largest >= pair[0]), _UNITS[-1])
-    spread = "unknown" if error is None else f"{error / unit:.2g}"
-    return f"{seconds / unit:.3g} ± {spread} {name}"
 
 
 def _curves(title: str, fits: list[Fit]) -> list[Chart]:
@@ -111,8 +106,8 @@ def _curves(title: str, fits: list[Fit]) -> list[Chart]:
         return []
     worst = max(fits, key=lambda fit: fit.held_out_error or 0.0)
     words = (
-        "Points are measured, lines predicted; hollow points were held out of the fit. The worst "
-        f"curve, {worst.what}, misses them by {worst.held_out_error or 0.0:.1%} in the median."
+        "Points are measured, lines are predicted. Hollow points were held out of the fit; the "
+        f"worst curve, {worst.what}, has a median error of {percent(worst.held_out_error)} on them."
     )
     return [Chart(title, words, partial(_draw, fits))]
 
@@ -135,8 +130,10 @@ def _draw(fits: list[Fit]) -> "Figure":
 
 
 def _points(fits: Sequence[Fit]) -> Rows:
-    seconds = "measured, s: {:.4g}", "predicted, s: {:.4g}"
-    formats = columns("", "size: {:,.0f}", "unit", *seconds, "missed by: {:+.1%}", "held out")
+    scale = Scale.of((took for fit in fits for took in fit.seconds), "s")
+    formats = columns("") | {"size": number} | columns("unit")
+    formats |= {f"{name}, {scale.unit}": scale for name in ("measured", "predicted")}
+    formats |= {"predicted over measured, less 1": percent} | columns("held out")
     rows = [
         (fit.what, size, fit.unit, took, took * (1.0 + miss), miss, "yes" if held_out else None)
         for fit in fits

@@ -52,7 +52,7 @@ def write(console: Console, option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option} {path}: cannot be written: {reason}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {reason}") from None
     saved(console, path)
 
 

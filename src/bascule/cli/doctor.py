@@ -1,9 +1,11 @@
 """`bascule doctor --ranks 2 --rounds 3`: check the ranks before a run."""
 
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bascule.bench.options import DoctorOptions
+from bascule.quantities import Scale, count, num_bytes, percent, times
 from bascule.report.page import Report, Rows, columns
 
 if TYPE_CHECKING:
@@ -35,30 +37,35 @@ def run(options: DoctorOptions, arguments: list[str]) -> int | None:
 def report_of(report: dict[str, Any]) -> Report:
     """Report a check-up of ranks; the slow ranks and links stand first."""
     first, findings = report["ranks"][0], report["findings"]
-    formats = columns("rank", "host", "device", "GB: {:.1f}", "threads", "store, ms: {:.2f}")
-    for work in first["work"]:
-        formats |= columns(f"{work}, GFLOP/s: {{:,.1f}}", f"{work}, over median: {{:.2f}}x")
-    ranks = [
+    ranks = sorted(
+        report["ranks"], key=lambda row: -max(x["times_median"] for x in row["work"].values())
+    )
+    memory, store = _column(ranks, "memory_bytes", "B"), _column(ranks, "store_s", "s")
+    fields = "rank", "host", "device", "memory_bytes", "num_threads", "store_s"
+    formats = columns("rank", "host", "device") | {f"memory, {memory.unit}": memory}
+    formats |= columns("threads") | {f"store, {store.unit}": store}
+    speeds: dict[str, Any] = columns("rank")
+    for name in first["work"]:
+        rate = _column([row["work"][name] for row in ranks], "flops_per_s", "FLOP/s")
+        speeds |= {f"{name}, {rate.unit}": rate, f"{name}, time over median": times}
+    work = [
         (
-            *(row[name] for name in ("rank", "host", "device")),
-            row["memory_bytes"] and row["memory_bytes"] / 1e9,
-            row["num_threads"],
-            row["store_s"] * 1e3,
+            row["rank"],
             *chain.from_iterable(
-                (work["flops_per_s"] / 1e9, work["times_median"]) for work in row["work"].values()
+                (work["flops_per_s"], work["times_median"]) for work in row["work"].values()
             ),
         )
-        for row in report["ranks"]
+        for row in ranks
     ]
-    ranks.sort(key=lambda row: -max(row[7::2]))
-    sizes = {"a rank holds": _size, "time": _time}
-    call_columns = columns("", "on") | sizes | {"GB/s": _giga} | columns("slowest rank")
+    call_columns = columns("", "on") | {"size on a rank": num_bytes}
+    call_columns |= _time_and_rate(report["collectives"]) | columns("slowest rank")
     order = [row["name"] for row in report["collectives"]]
-    fields = "name", "on", "size_bytes", "seconds", "bytes_per_s", "slowest_rank"
-    calls = [[row[field] for field in fields] for row in report["collectives"]]
+    of_call = "name", "on", "size_bytes", "seconds", "bytes_per_s", "slowest_rank"
+    calls = [[row[field] for field in of_call] for row in report["collectives"]]
     calls.sort(key=lambda row: (row[1], order.index(row[0])))
-    sizes = {"message": _size, "time": _time, "large message": _size}
-    link_columns = columns("ranks", "on", "where") | sizes | {"GB/s": _giga}
+    latency, rate = _time_and_rate(report["links"]).items()
+    link_columns: dict[str, Any] = columns("ranks", "on", "where") | {"message": num_bytes}
+    link_columns |= dict([latency]) | {"large message": num_bytes} | dict([rate])
     links: dict[tuple[str, tuple[int, int]], list[dict[str, Any]]] = {}
     for row in report["links"]:
         links.setdefault((row["on"], tuple(row["ranks"])), []).append(row)
@@ -77,34 +84,34 @@ def report_of(report: dict[str, Any]) -> Report:
     neighbours.sort(key=lambda row: row[-1])
     shared = ("Python", "torch", "bascule", "numpy", "CUDA", "NCCL")
     versions = ", ".join(f"{name} {first[name.lower()]}" for name in shared)
+    num_ranks, rounds = count(report["num_ranks"], "rank"), count(report["rounds"], "round")
+    passed = (
+        f"All checks passed: no rank is steadily over {percent(report['tolerance'])} slower than "
+        f"the median rank, no link over {percent(report['link_tolerance'])} slower than the median."
+    )
     return Report(
-        title=f"{report['num_ranks']} ranks, medians of {report['rounds']} rounds",
-        answer=f"{len(findings)} findings." if findings else "nothing was found",
+        title=f"{num_ranks}, medians of {rounds}",
+        answer=f"{count(len(findings), 'finding')}." if findings else passed,
         facts=(),
         parts=(
-            Rows("Ranks", formats, ranks),
+            Rows("Ranks", formats, [[row[field] for field in fields] for row in ranks]),
+            Rows("Speeds", speeds, work),
             Rows("Collectives", call_columns, calls),
             Rows("Neighbours", link_columns, neighbours),
         ),
         notes=(
             *(f"found ({finding['kind']}): {finding['text']}" for finding in findings),
             f"rank 0: {versions}, back end {first['backend']}, timeout {first['timeout_s']} s",
-            "GB/s count what a rank has to send at least, on the slowest rank",
+            "bytes per second: what the slowest rank has to send at least, over its time",
         ),
         values=report,
     )
 
 
-def _size(num_bytes: float) -> str:
-    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.4g} {name}"
-    return f"{num_bytes:g} B"
+def _column(rows: Sequence[Mapping[str, Any]], name: str, unit: str) -> Scale:
+    return Scale.of((row[name] for row in rows), unit)
 
 
-def _giga(amount: float) -> str:
-    return f"{amount / 1e9:.3g}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:,.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:,.2f} ms"
+def _time_and_rate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Scale]:
+    time, rate = _column(rows, "seconds", "s"), _column(rows, "bytes_per_s", "B/s")
+    return {f"time, {time.unit}": time, rate.unit: rate}

@@ -55,10 +55,12 @@ def _report(
     seconds: dict[str, float],
     outputs: list[dict[str, Any]],
 ) -> "Report":
+    from bascule import quantities
     from bascule.report.page import Fact, Report, Rows
 
     rows = [(output["file"], *output["seconds"].values()) for output in outputs]
-    columns = {"file": "{}", **dict.fromkeys(seconds, "{:.2f}")}
+    scale = quantities.Scale.of((value for row in rows for value in row[1:]), "s")
+    columns = {"file": "{}", **dict.fromkeys(seconds, scale)}
     answer = f"{len(outputs)} of {prompts} outputs were missing and are in {options.out} now."
     if not outputs:
         answer = f"nothing is left to make in {options.out}"
@@ -67,7 +69,7 @@ def _report(
         title=f"{prompts} outputs of {options.model}{mesh}",
         answer=answer,
         facts=tuple(
-            Fact(name, f"{name}, mean", mean_s, "{:.2f} s") for name, mean_s in seconds.items()
+            Fact(name, f"{name}, average", s, quantities.seconds) for name, s in seconds.items()
         ),
-        parts=(Rows("seconds of each phase", columns, rows),) if rows else (),
+        parts=(Rows(f"time of each phase, {scale.unit}", columns, rows),) if rows else (),
     )

@@ -15,6 +15,7 @@ from bascule.machine.costs import TransformerCost
 from bascule.options import Group, Range, flag, refuse
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology import Topology
+from bascule.quantities import num_bytes
 from bascule.workload.codes import (
     MAX_SEQUENCES,
     SampleShape,
@@ -41,22 +42,20 @@ _DEFAULT_BATCH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(ManifestOptions):
-    """Lengths, from one of four sources, and the model.
+    """Lengths of sequences, from one of four sources, and the model.
 
     Attributes:
-        lengths: Tokens of each sequence, ranks separated by "/", for example 4096,300/512/900,40/.
-        file: Length file: a line of lengths for each rank, or JSON.
-        batch_size: Samples of --manifest a rank and step, in an order drawn anew each epoch; 4 by
-            default.
+        lengths: Tokens of each sequence; "/" separates ranks, for example 4096,300/512/900,40/.
+        file: File of lengths: one line for each rank, or JSON.
+        batch_size: Samples per rank and step of --manifest; the default is 4.
         data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
-        ranks: Ranks; those of the input, the topology or the cluster, if not given.
-        d_model: Model width; by default that of --model.
-        gamma: Cost of an attention FLOP over a linear one; that of the profile by default.
-        num_layers: Blocks of the model; by default those of --model.
-        num_heads: Heads of keys and values, which ranks of a bag share; by default those of --model
-            if --d-model is not given either.
-        seed: Of data codes, and of --batch-size.
-        step: Of data codes, and of --batch-size.
+        ranks: Number of ranks; the default is the number in the lengths, topology or cluster.
+        d_model: Model width; the default is the width of --model.
+        gamma: Cost of a FLOP of attention, relative to other FLOPs; the profile has the default.
+        num_layers: Blocks of the model; --model has the default.
+        num_heads: Heads of keys and values; --model has the default unless --d-model is given.
+        seed: Random seed of --data and of the sample order of --manifest.
+        step: First step to take of --data or --manifest.
     """
 
     lengths: Annotated[str | None, Group("Data")] = None
@@ -89,7 +88,9 @@ class InputOptions(ManifestOptions):
 
     @property
     def data_lines(self) -> list[str]:
-        """Lines that say how --manifest was understood."""
+        """Lines that say how --manifest or --lengths was understood."""
+        if self.lengths is not None and "/" not in self.lengths and "," in self.lengths:
+            return ["Rank 0 loads all these sequences: --lengths separates ranks by /."]
         return [] if self.manifest is None else self._manifest.summary()
 
     def check_steps(self, **counts: int | None) -> None:
@@ -169,14 +170,14 @@ class InputOptions(ManifestOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """A machine, from a profile or as described.
+    """The machine: a profile, and numbers that replace the profile's.
 
     Attributes:
-        profile: File of a hardware profile; or h100-, h200-, b200-, a100- or l40s-datasheet, or
-            h100-knapformer.
-        tflops: TFLOPs that a rank sustains in a second, in place of the profile's.
-        intra_gbs: GB that a rank sends in a second within its node, in place of the profile's.
-        latency_us: Microseconds to launch a kernel or an exchange, in place of the profile's.
+        profile: Hardware profile: h100-, h200-, b200-, a100- or l40s-datasheet, h100-knapformer, or
+            a file that bascule calibrate wrote.
+        tflops: TFLOP per second that a rank sustains.
+        intra_gbs: GB per second that a rank sends within its node.
+        latency_us: Microseconds to launch a kernel or an exchange.
     """
 
     profile: Annotated[str, Group("Machine")] = "h100-datasheet"
@@ -203,10 +204,10 @@ class ClusterOptions(MachineOptions):
     """The machines; by default nodes of eight ranks.
 
     Attributes:
-        ranks_per_node: Ranks in a node; at most 8 by default.
-        memory_gb: Memory that a rank has for activations, in GB, in place of the profile's.
-        max_tokens: Most tokens on a rank.
-        kb_per_token: KB of activations of a token, over all layers; --memory-gb limits them.
+        ranks_per_node: Ranks in a node; the default is at most 8.
+        memory_gb: GB of memory that a rank has for activations; needs --kb-per-token.
+        max_tokens: Most tokens that a rank may hold.
+        kb_per_token: KB of activations per token, over all layers; --memory-gb limits them.
     """
 
     ranks_per_node: Annotated[int | None, Group("Machine")] = None
@@ -255,11 +256,11 @@ class BatchOptions(ClusterOptions, InputOptions):
         ]
         if self.kb_per_token is not None and machine.memory_bytes is not None:
             notes.append(
-                f"Limited by {machine.memory_bytes / 1e9:.4g} GB of memory a rank; "
+                f"A rank has {num_bytes(machine.memory_bytes)} of memory; "
                 f"{machine.provenance_of('memory_bytes')}."
             )
         if self.manifest is not None and self.batch_size is None:
-            notes.append(f"A step has {_DEFAULT_BATCH} samples a rank; --batch-size changes that.")
+            notes.append(f"A step has {_DEFAULT_BATCH} samples per rank (--batch-size).")
         return notes
 
 
@@ -269,6 +270,8 @@ def topology_ranks(spec: str | None) -> int | None:
 
 
 def _parse_lengths(text: str, num_ranks: int | None) -> list[list[int]]:
+    if not text.strip():
+        raise ConfigError("--lengths is empty: give tokens, such as 4096,300/512/900,40")
     ranks = [[term.strip() for term in rank.split(",")] for rank in text.split("/")]
     wrong = [term for terms in ranks for term in terms if term and not _WHOLE.fullmatch(term)]
     if wrong:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from bascule.errors import ConfigError
 from bascule.options import POSITIONAL, Group, Outputs
+from bascule.quantities import number, percent, times
 from bascule.report.charts import draw_lengths
-from bascule.report.page import Fact, Report, Rows, columns
-from bascule.workload.options import TokenOptions
+from bascule.report.page import Fact, Report, Rows
+from bascule.workload.options import ManifestOptions
 
 if TYPE_CHECKING:
     from bascule.workload.manifest import Manifest
@@ -18,24 +20,27 @@ _NUM_BINS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(Outputs, TokenOptions):
+class InspectOptions(Outputs, ManifestOptions):
     """Show how the table of a data set is understood, and how long its samples are.
 
     Other commands take the same options, and plan, simulate or train with what is shown here.
 
     Attributes:
-        manifest: Table of your samples (.parquet, .csv, .json, .jsonl, .tar, .toml), or a folder.
+        table: Table of your samples; other commands take it by --manifest.
     """
 
-    manifest: Annotated[Path, POSITIONAL, Group("Table")]
+    table: Annotated[Path | None, POSITIONAL, Group("Table")] = None
 
 
 def run(options: InspectOptions, arguments: list[str]) -> None:
     """Read the table, and publish its lengths."""
     from bascule.cli.command import publish, waiting
 
-    with waiting("reading"):
-        manifest = options.read_table(options.manifest)
+    tables = [path for path in (options.table, options.manifest) if path is not None]
+    if len(tables) != 1:
+        raise ConfigError("give one table, such as bascule inspect samples.parquet")
+    with waiting("reading the table"):
+        manifest = options.read_table(tables[0])
     publish(options, report_of(manifest))
 
 
@@ -48,18 +53,16 @@ def report_of(manifest: "Manifest") -> Report:
     total = int(lens.sum())
     longest_share = np.sort(lens)[-max(len(lens) // 10, 1) :].sum() / max(total, 1)
     bins = zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True)
-    formats = columns("tokens from: {:,}", "to: {:,}", "samples: {:,}")
+    formats = {"tokens from": number, "to": number, "samples": number}
     return Report(
         title=f"Samples of {manifest.path}",
-        answer=f"The longest tenth of the samples has {longest_share:.0%} of the tokens.",
+        answer=f"The longest tenth of the samples has {percent(longest_share)} of the tokens.",
         facts=(
-            Fact("samples", "samples", len(manifest), "{:,}"),
-            Fact("tokens", "tokens", total, "{:,}"),
-            Fact("text_tokens", "of text", int(manifest.text_tokens.sum()), "{:,}"),
-            Fact("longest", "longest sample", int(lens.max()), "{:,}"),
-            Fact(
-                "over_mean", "longest over mean", float(lens.max() / max(lens.mean(), 1)), "{:.1f}x"
-            ),
+            Fact("samples", "samples", len(manifest), number),
+            Fact("tokens", "tokens in all samples", total, number),
+            Fact("text_tokens", "text tokens among them", int(manifest.text_tokens.sum()), number),
+            Fact("longest", "tokens of the longest sample", int(lens.max()), number),
+            Fact("over_mean", "longest over average", lens.max() / max(lens.mean(), 1), times),
         ),
         parts=(draw_lengths(lens), Rows("Lengths", formats, list(bins), bars=counts)),
         data=tuple(manifest.summary()),

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ _STOP = "stop"  # file in the folder of process ids
 _SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # torchrun handles these
 _HOST = "127.0.0.1"
 _DEFAULTS = signal.SIG_DFL, signal.default_int_handler
+# Libraries that diffusers imports, which warn of parts that nobody asked for.
+_FOREIGN = "torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"
 
 
 def in_a_job() -> bool:
@@ -60,6 +63,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
 
     The ranks meet over loopback alone, as torch's store asks no password.
     """
+    print(f"starting {num_ranks} ranks ..", file=sys.stderr, flush=True)
     # Unset, torchrun would choose 1 and warn.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -110,6 +114,12 @@ def hand_over(result: str) -> bool:
 @contextmanager
 def joined(timeout_s: float) -> Iterator[torch.device]:
     """Join the job of RANK and WORLD_SIZE; yield this rank's device."""
+    for name in _FOREIGN:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("bascule").setLevel("INFO" if os.environ["RANK"] == "0" else "WARNING")
+    if (handler := logging.lastResort) is not None:  # unlike others it prints above a bar
+        handler.setLevel(logging.INFO)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logging.getLogger("bascule.comm.failures").setLevel(logging.CRITICAL)  # `main` prints errors
     device, backend = torch.device("cpu"), "gloo"
     if device_type() == "cuda":

@@ -1,27 +1,29 @@
 """`bascule plan --lengths 4096,300/512/512,2048 --topology auto`: plan one batch."""
 
 import json
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
+from bascule.errors import PlanError
 from bascule.options import Group, NewFile, Outputs, refuse
+from bascule.quantities import Scale, count, flops, number, percent, seconds, times
 from bascule.report.charts import draw_lengths, draw_loads
-from bascule.report.page import Chart, Fact, Report, Rows, columns, ms
+from bascule.report.page import Chart, Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
-    from bascule.arrays import Floats
     from bascule.machine.cluster import Cluster
     from bascule.machine.costs import Cost
     from bascule.plan.plan import Plan
-    from bascule.plan.topology import Topology
 
 _WIRE_OPTIONS = "tflops", "intra_gbs", "inter_gbs", "latency_us", "ranks_per_node"
-_WIRE_SHARE = 0.05  # of a bag's time: from here on wires are named as what binds
-_EVEN = 1.01  # imbalance: up to here the total work is named as what binds
+_WIRE_SHARE = 0.05  # of a bag's time: from here on communication is named as the limit
+_EVEN = 1.01  # imbalance up to which ranks are called even
+_MOST_TERMS = 4  # of a topology that the advice writes out
+WORTH = 1.02  # speed-up below which the advice is to leave a step as it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,57 +31,43 @@ class PlanOptions(Outputs, BatchOptions):
     """Plan one batch and show who computes what.
 
     Attributes:
-        topology: Compute bags, such as g1n8+g8n3 or g4r2n1, or auto; one rank a bag by default.
-        wires: Count the cluster's wires and launches too, in seconds; auto always does.
-        inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
-        locality_tolerance: By how much the makespan may grow so that more tokens stay where they
-            were loaded, 0.01 is 1 %; 0 gives up evenness alone.
-        compare: Compare with the greedy of the KnapFormer paper, and with plans without limits and
-            tolerance.
-        picture: Where to draw the step before and after balancing, as an SVG.
+        topology: The compute bags, such as g1n8+g8n3 or g4r2n1; or auto, which chooses the fastest.
+            By default each rank computes alone, and the answer names a topology that is faster.
+        picture: Draw the step before and after balancing into this SVG file.
+        wires: Give loads in seconds, with communication, in place of FLOPs; auto always does.
+        inter_gbs: Replace the profile's GB per second that a rank sends to other nodes.
+        locality_tolerance: Let the slowest rank take this share longer (0.01 is 1 %), so that more
+            tokens stay where they were loaded; 0 gives up evenness alone.
     """
 
     topology: Annotated[str | None, Group("Plan")] = None
     wires: bool = False
     inter_gbs: Annotated[float | None, Group("Machine")] = None
     locality_tolerance: Annotated[float | None, Group("Plan")] = None
-    compare: bool = False
     picture: Annotated[Path | None, NewFile(), Group("Output")] = None
 
 
 def run(options: PlanOptions, arguments: list[str]) -> None:
     """Plan, and publish the plan."""
     from bascule.cli.command import publish, write
-    from bascule.plan.plan import Plan, plan_batch, plan_greedily
-    from bascule.plan.topology import Topology
+    from bascule.plan.offer import offer_of
+    from bascule.plan.plan import Terms
     from bascule.report.step_picture import draw_step
 
     lens = options.read(topology_ranks(options.topology))
     cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
     if not (is_priced := options.wires or topology == "auto"):
         refuse(options, _WIRE_OPTIONS, "changes nothing without --wires, which counts seconds")
-    cluster = options.machines(len(lens)) if is_priced else None
-    rules = {"limits": options.limits, "locality_tolerance": options.locality_tolerance}
-
-    def timed(
-        name: str, make: Callable[..., Plan], bags: Topology | str, **keywords: Any
-    ) -> tuple[str, Plan, float]:
-        start = time.perf_counter()
-        plan = make(lens, bags, cost, cluster=cluster, **keywords)
-        return name, plan, time.perf_counter() - start
-
-    plans = [timed("lpt", plan_batch, topology, **rules)]
-    plan = plans[0][1]
-    if options.compare:
-        name = "knapsack" if options.limits is None else "knapsack, without the limit"
-        plans.append(timed(name, plan_greedily, plan.topology))  # the greedy has no limits
-        for rule, name in (("limits", "limit"), ("locality_tolerance", "tolerance")):
-            if rules[rule] is not None:
-                without = rules | {rule: None}
-                plans.append(timed(f"without the {name}", plan_batch, plan.topology, **without))
+    limits, machines = options.limits, options.machines(len(lens))
+    cluster = machines if is_priced else None
+    terms = Terms(topology, cost, limits, None, cluster, options.locality_tolerance)
+    plan = terms.priced(offer_of(lens)).plan()
     notes = options.notes(is_priced=is_priced)
-    report = report_of(plan, cost, cluster, notes, plans if options.compare else ())
-    console = publish(options, report)
+    if not is_priced:
+        notes.append(f"The advice counts communication in bags, on {options.hardware()}.")
+    advice, priced = _advice(plan, options, machines)
+    report = report_of(plan, cost, cluster, advice, notes)
+    console = publish(options, replace(report, values=json.loads(plan.to_json()) | priced))
     if options.picture is not None:
         picture = draw_step(plan, cost, cluster, "TFLOP" if cluster is None else "s")
         write(console, "--picture", options.picture, picture)
@@ -89,101 +77,111 @@ def report_of(
     plan: "Plan",
     cost: "Cost",
     cluster: "Cluster | None",
+    advice: str,
     notes: Sequence[str],
-    compared: "Sequence[tuple[str, Plan, float]]" = (),
 ) -> Report:
-    """Report one batch as loaded and as planned; `compared` are name, plan, planning seconds."""
+    """Report one batch as loaded and as planned, with `advice` on what to do."""
+    from bascule.machine.costs import FLOPS_PER_UNIT
     from bascule.report.step_picture import draw_step
 
-    unit = "TFLOP" if cluster is None else "s"
-    before = plan.unbalanced_loads(cost, cluster)
-    speedup = float(before.max() / plan.makespan) if plan.makespan > 0 else 1.0
-    waiting = [float((loads.max() - loads).sum()) for loads in (before, plan.loads)]
-    load, total = f"{{:.6g}} {unit}", int(plan.seq_lens.sum())
-    bags = plan.topology.bag_of_rank.tolist()
-    names = [f"{bag} ({_bag_spec(plan.topology, bag)})" for bag in bags]
-    loads = plan.tokens.tolist(), plan.loads.tolist(), before.tolist()
-    rows = list(zip(range(plan.num_ranks), names, *loads, strict=True))
-    formats = columns("rank", "bag", "tokens: {:,}", f"{unit}: {{:.4g}}", "as loaded: {:.4g}")
+    per_unit, unit, amount = FLOPS_PER_UNIT, "FLOP", flops
+    if cluster is not None:
+        per_unit, unit, amount = 1.0, "s", seconds
+    before, after = plan.unbalanced_loads(cost, cluster) * per_unit, plan.loads * per_unit
+    speedup = float(before.max() / after.max()) if plan.makespan > 0 else 1.0
+    waiting = [float((loads.max() - loads).sum()) for loads in (before, after)]
+    loads = plan.tokens.tolist(), after.tolist(), before.tolist()
+    rows = zip(range(plan.num_ranks), plan.topology.bag_of_rank.tolist(), *loads, strict=True)
+    scale = Scale.of([*loads[1], *loads[2]], unit)
+    formats: dict[str, Format] = {"rank": str, "bag": str, "tokens": number}
+    formats |= {"balanced": scale, "as loaded": scale}
+    answer = f"{_limit(plan, cost, cluster)}: {advice}."
+    if plan.makespan > 0 and plan.num_ranks > 1:
+        predicted = f"this batch is predicted to run {times(speedup)} as fast as it was loaded"
+        sentences = f"Balanced on {plan.topology}, {predicted}.", answer
+        answer = " ".join(sentences if speedup >= WORTH else reversed(sentences))
     return Report(
-        title=f"One batch on {plan.num_ranks} ranks, bags {plan.topology}",
-        answer=f"Balanced, this batch is predicted to run {speedup:.2f}x as fast as it was loaded.",
+        title=f"One batch on {count(plan.num_ranks, 'rank')}, topology {plan.topology}",
+        answer=answer,
         facts=(
-            Fact("speedup", "predicted speed-up", speedup, "{:.2f}x"),
-            Fact("makespan", "slowest rank", plan.makespan, load),
-            Fact("lower_bound", "no plan on these bags is below", plan.lower_bound, load),
-            Fact("gap", "from the best plan at most", plan.gap, "{:.3%}"),
-            Fact("imbalance", "imbalance, max / mean", plan.imbalance, "{:.4f}"),
-            Fact("wir", "WIR, max / min", plan.wir, "{:.4f}"),
-            Fact("waiting_before", "all ranks wait, as loaded", waiting[0], load),
-            Fact("waiting", "all ranks wait, balanced", waiting[1], load),
-            Fact("moved_tokens", "tokens that move", plan.moved_tokens, "{:,}"),
-            Fact("tokens", "tokens", total, "{:,}"),
+            Fact("speedup", "predicted speed-up", speedup, times),
+            Fact("makespan", "work of the slowest rank", float(after.max()), amount),
+            Fact("lower_bound", "lower bound of that work", plan.lower_bound * per_unit, amount),
+            Fact("gap", "distance from the optimum, at most", plan.gap, percent),
+            Fact("imbalance", "imbalance (largest load / mean)", plan.imbalance, number),
+            Fact("wir", "WIR (largest load / smallest)", plan.wir, number),
+            Fact("waiting_before", "idle work before (sum over ranks)", waiting[0], amount),
+            Fact("waiting", "idle work balanced (sum over ranks)", waiting[1], amount),
+            Fact("moved_tokens", "tokens that change ranks", plan.moved_tokens, number),
+            Fact("tokens", "tokens of the batch", int(plan.seq_lens.sum()), number),
         ),
         parts=(
-            *([_compared(compared, before, unit)] if compared else []),
-            draw_loads(before, plan.loads, unit),
+            draw_loads(before, after, unit),
             Chart(
                 "The step, rank by rank",
-                "Above as loaded, below as planned: one bar a rank, one field a sequence.",
-                lambda: draw_step(plan, cost, cluster, unit),
+                "Above as loaded, below as planned: one bar per rank, one field per sequence.",
+                lambda: draw_step(plan, cost, cluster, "TFLOP" if cluster is None else "s"),
             ),
             draw_lengths(plan.seq_lens),
-            Rows("All ranks", formats, rows, bars=loads[1]),
+            Rows(f"All ranks, {scale.unit}", formats, list(rows), bars=loads[1]),
         ),
         notes=(
-            f"binds: {_binding(plan, cost, cluster)}",
-            f"Certificate: the plan is at most {plan.gap:.3%} above a lower bound that every plan "
-            "of these bags obeys.",
-            "Loads count the forward pass by the cost model; a backward pass has the same ratios.",
+            f"The slowest rank has at most {percent(plan.gap)} more work than in the best plan on "
+            "these bags.",
+            "Loads are those of the forward pass; the backward pass has the same ratios.",
             *notes,
         ),
-        values=json.loads(plan.to_json()),
     )
 
 
-def _bag_spec(topology: "Topology", bag: int) -> str:
-    ring = int(topology.ring_degrees[bag])
-    degree = int(topology.bag_sizes[bag]) // ring
-    return f"g{degree}" if ring == 1 else f"g{degree}r{ring}"
-
-
-def _compared(plans: "Sequence[tuple[str, Plan, float]]", before: "Floats", unit: str) -> Rows:
-    from bascule.plan import metrics
-
-    names = "", f"makespan, {unit}: {{:.6g}}", "gap: {:.3%}", "imbalance: {:.4f}", "WIR: {:.4f}"
-    formats = columns(*names, "tokens moved: {:,}") | {"planning": ms}
-    rows: list[tuple[Any, ...]] = [
-        (name, plan.makespan, plan.gap, plan.imbalance, plan.wir, plan.moved_tokens, seconds)
-        for name, plan, seconds in plans
-    ]
-    loaded = float(before.max()), None, metrics.imbalance(before), metrics.wir(before), 0, None
-    return Rows("Plans compared", formats, [*rows, ("as loaded", *loaded)])
-
-
-def _binding(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
-    """Name what keeps the step from ending earlier."""
+def _limit(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
+    """Say what keeps the step from ending earlier."""
     from bascule.machine.costs import in_bag
 
     if plan.makespan == 0:
-        return "nothing, the batch is idle"
-    reasons: list[str] = []
+        return "The batch has no tokens"
+    if plan.num_ranks == 1:
+        return "One rank computes everything"
     if plan.binding is not None:
-        enough = plan.binding.enough_ranks
-        left = f"+g1n{plan.num_ranks - enough}" if enough < plan.num_ranks else ""
-        reasons.append(f"{plan.binding}, as with --topology g{enough}n1{left}")
+        return f"One sequence of {plan.binding.num_tokens:,} tokens sets the time"
     if cluster is not None:
         bag, *_, degree = plan.topology.place_of(int(plan.loads.argmax()))
         lens = plan.seq_lens[plan.bag_of == bag]
         compute = float(cluster.compute_seconds(in_bag(cost, degree), lens).sum())
         share = 1.0 - compute / int(plan.topology.bag_sizes[bag]) / plan.makespan
         if share > _WIRE_SHARE:
-            reasons.append(
-                f"wires: {share:.0%} of the time of the slowest bag; smaller bags have less"
-            )
-    if not reasons and plan.imbalance > _EVEN:
-        reasons.append(
-            f"whole sequences, which do not divide evenly over {plan.topology.num_bags} bags: "
-            "larger bags can be faster, which --topology auto looks for"
-        )
-    return "; ".join(reasons) or "the total work, spread evenly"
+            return f"Communication takes {percent(share)} of the time of the slowest bag"
+    if plan.imbalance > _EVEN:
+        return f"Whole sequences do not divide evenly over {count(plan.topology.num_bags, 'bag')}"
+    return "The ranks are even"
+
+
+def _advice(
+    plan: "Plan", options: PlanOptions, machines: "Cluster"
+) -> tuple[str, dict[str, float | str]]:
+    """Say what to do about the step, and with which seconds, communication in bags counted."""
+    from bascule.plan.plan import Terms
+
+    if plan.makespan == 0 or plan.num_ranks == 1:
+        return "there is nothing to balance", {}
+    cost, before = options.cost, float(plan.unbalanced_loads(options.cost, machines).max())
+    prices = Terms(plan.topology, cost, cluster=machines).priced(plan.offer).prices
+    now = float((prices.loads(plan.bag_of) + prices.exposed_host(plan.bag_of)).max())
+    best, least = str(plan.topology), now
+    with suppress(PlanError):  # auto has no bags as large as --topology may give
+        auto = Terms("auto", cost, options.limits, cluster=machines).priced(plan.offer).plan()
+        best, least = str(auto.topology), auto.makespan
+    priced = {"advised": best, "advised_s": least, "planned_s": now, "as_loaded_s": before}
+    if least * WORTH <= min(now, before):
+        short = best if best.count("+") < _MOST_TERMS else "auto"
+        words = f"--topology {short} makes the step {times(before / least)} as fast as loaded"
+        return words, priced
+    gains = before >= now * WORTH
+    if plan.imbalance <= _EVEN:
+        idle = "only fewer tokens or more ranks shorten the step"
+        return idle if gains else "leave it as it is", priced
+    reason = "no other topology is faster" if gains else "no topology gains 2 %"
+    if (samples := int((plan.seq_lens > 0).sum())) <= plan.num_ranks:
+        reason = f"{count(samples, 'sample')} on {plan.num_ranks:,} ranks cannot be spread"
+    keep = "keep this plan" if gains else "leave the batch as it is"
+    return f"{reason}; {keep}, or give a rank more samples per step", priced

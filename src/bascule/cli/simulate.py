@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import InputOptions, MachineOptions
-from bascule.options import Group, NewFolder, Outputs, Range
+from bascule.options import Group, NewFolder, Outputs, Range, refuse
 
 if TYPE_CHECKING:
     from bascule.sim.seconds import EncoderStage
@@ -21,38 +21,45 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
     """Predict training steps under topologies, and under what is done today.
 
     Attributes:
-        topologies: Ways to compare; put first what you do now, the others are compared with it.
-            Topologies, or auto for those that bascule topology would choose; "knapsack g8n4" for
-            the greedy of the KnapFormer paper; loader, none, padded, buckets and packs.
-        steps: Steps; more than one only with --data or --manifest, where the default is 20.
-        accumulate: Microbatches of a step.
-        train_steps: Steps of your run, for GPU-hours; by default those of an epoch of --manifest
-            with --batch-size, or 1000.
-        gpu_hour_price: Of a GPU-hour, to see what it is worth in money.
-        ranks_per_node: Ranks in a node; at most 8 by default.
-        inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
-        params_b: Parameters in billions; those of plain blocks if not given.
-        shard_ranks: Ranks that share the parameters; those of a node if not given.
-        text_encoder_us: Microseconds that a text encoder takes for a text token, where its rank has
-            loaded it; and, in rows named "+ encoders", in balance. For --data and --manifest.
-        vae_us: The same of a VAE, for an image token.
-        kb_per_token: KB of activations of a token, over all layers; else of checkpointed blocks.
-        traces: Folder for the steps as traces, a folder in it for each of --topologies; Perfetto,
+        topologies: What to compare; put first what you do now. Give topologies such as g4n2, or
+            auto for the topology that bascule topology would choose; loader, bascule's data loader;
+            none, padded, buckets and packs, today's practice; or "knapsack g4n2", the greedy of the
+            KnapFormer paper.
+        train_steps: Steps of your run, for which GPU-hours are computed. The default is one epoch
+            of --manifest, otherwise 1000.
+        gpu_hour_price: Price of one GPU-hour, to see the savings in money.
+        currency: Currency of --gpu-hour-price.
+        steps: Steps to simulate. The default is 20 with --data and --manifest; other sources have
+            one step.
+        accumulate: Microbatches per step. Rows that do not fit into the memory get more.
+        ranks_per_node: Ranks per node. The default is at most 8.
+        inter_gbs: GB per second that a rank sends to other nodes. The default is the profile's.
+        params_b: Parameters of the model, in billions. The default is computed from width and
+            layers.
+        kb_per_token: KB of activations per token, over all layers. The default is computed for
+            checkpointed blocks.
+        shard_ranks: Ranks that share the parameters. The default is the ranks of a node.
+        text_encoder_us: Microseconds of the text encoder per text token. Each row is then simulated
+            twice: encoders run where samples were loaded, or ("+ encoders") evenly on all ranks.
+            Only for --data and --manifest.
+        vae_us: Microseconds of the VAE per image token; otherwise as --text-encoder-us.
+        traces: Folder in which the steps are written as traces, one folder for each row. Perfetto,
             HolisticTraceAnalysis and bascule trace read them.
     """
 
     topologies: Annotated[tuple[str, ...], Group("What to compare")] = _WAYS
-    steps: Annotated[int | None, Range(1)] = None
-    accumulate: Annotated[int, Range(1)] = 1
     train_steps: Annotated[int | None, Range(1)] = None
     gpu_hour_price: Annotated[float | None, Range(0, 1e9)] = None
+    currency: str = "USD"
+    steps: Annotated[int | None, Range(1)] = None
+    accumulate: Annotated[int, Range(1)] = 1
     ranks_per_node: Annotated[int | None, Group("Machine")] = None
     inter_gbs: float | None = None
     params_b: Annotated[float | None, Range(0, 1e6), Group("Model")] = None
+    kb_per_token: Annotated[float | None, Range()] = None
     shard_ranks: int | None = None
     text_encoder_us: Annotated[float | None, Range()] = None
     vae_us: Annotated[float | None, Range()] = None
-    kb_per_token: Annotated[float | None, Range()] = None
     traces: Annotated[Path | None, NewFolder(), Group("Output")] = None
 
     @property
@@ -76,6 +83,8 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
     from bascule.workload.traces import write_steps
 
     options.check_steps(steps=options.steps, accumulate=options.accumulate)
+    if options.gpu_hour_price is None:
+        refuse(options, ("currency",), "names the money of --gpu-hour-price; give both")
     steps = options.steps or (_DEFAULT_STEPS if options.has_steps else 1)
     profile, cost, params = options.hardware(), options.cost, options.params_b
     if options.kb_per_token is not None:
@@ -97,7 +106,9 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             passes=passes_of("step", profile),
             stages=options.stages,
             train_steps=train_steps or _DEFAULT_TRAIN_STEPS,
+            is_epoch=options.train_steps is None and epoch is not None,
             gpu_hour_price=options.gpu_hour_price,
+            currency=options.currency,
         )
         compare = partial(
             simulate, batches, profile=profile, model=cost, topologies=options.topologies

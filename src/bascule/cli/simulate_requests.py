@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+from bascule.checks import number as check_number
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Group, Outputs, Range, refuse
+from bascule.quantities import Scale, number, percent, seconds, times
 from bascule.report.charts import draw_lines
-from bascule.report.page import Fact, Report, Rows, columns
+from bascule.report.page import Chart, Fact, Format, Report, Rows, columns
 
 if TYPE_CHECKING:
     from bascule.plan.requests import Request
@@ -17,46 +19,64 @@ if TYPE_CHECKING:
     from bascule.workload.requests import Workload
 
 _MAX_REQUESTS = 10**6
+_PERCENT = Scale(0.01, "%")
+_LATENCIES = {"mean_s": "mean", "p50_s": "P50", "p95_s": "P95", "p99_s": "P99"}
+_COLUMNS: dict[str, tuple[str, Format]] = {  # headings and formats of figures but latencies
+    "on_time": ("on time", percent),
+    "slowdown": ("worst slowdown", times),
+    "rank_s": ("GPU-seconds per request", number),
+    "idle": ("idle GPUs", percent),
+    "moves": ("moves per request", number),
+    "degree": ("GPUs", number),
+}
+_RULES = {
+    "fifo": "as they came: short requests wait behind long ones",
+    "sjf": "the shortest first: long requests wait for all others",
+    "srtf": "the shortest rest first: it interrupts long requests",
+    "greedy": "the earliest deadline first, on the most free GPUs: costs GPU-seconds",
+    "balanced": "the fewest GPUs that meet each deadline; idle ones speed requests up",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateRequestsOptions(Outputs, MachineOptions):
-    """Serve requests on paper by several policies, beside what no policy can exceed.
+    """Simulate what bascule serve would reach, and whether another policy would be better.
 
     Attributes:
-        arrivals: File of requests, a JSON object a line: width, height, steps, and maybe frames,
+        arrivals: File of requests, a JSON object per line: width, height, steps, and maybe frames,
             arrival_s, deadline_s (seconds after its arrival) and kind.
-        mix: Requests by chance: sizes, steps and shares, such as 1024x1024@25=0.6 832x480x49@50.
-        model: Model that seconds of a step are predicted for: flux.1, wan2.1, ltx2, ..
-        passes: Forward passes of a step, 2 with guidance.
-        deadline: Requests of --mix are due after so many times their seconds on one rank.
-        slo: Scale of all deadlines.
-        within: Requests without a deadline are on time within so many times their seconds on the
-            fewest ranks; policies do not know of it.
-        requests: Requests of --mix.
-        ranks: Ranks.
-        degrees: Allowed ranks of a request; all by default.
-        loads: Shares of what the ranks could do at the cheapest degrees.
-        rates: Requests a second, or for --arrivals how many times as fast, in place of --loads.
-        policies: fifo, sjf (the shortest first) and srtf (the shortest rest), on one rank or, as
-            sjf:4, on four; greedy (the earliest deadline, on the fastest ranks); balanced.
-        move_ms: Milliseconds that a request loses when it goes on with other ranks.
-        seeds: Draws at each load.
+        mix: Draw requests of these sizes, steps and shares: 1024x1024@25=0.6 832x480x49@50.
+        model: Model that predicts the seconds of a step: flux.1, wan2.1, ltx2, ..
+        deadline: Requests of --mix are due after so many times their seconds on one GPU.
+        requests: Number of requests of --mix. Default: 500.
+        passes: Forward passes of a step: 2 with guidance.
+        slo: Multiply all deadlines by this.
+        within: Requests without a deadline count as on time within so many times their seconds on
+            the fewest GPUs. Policies do not know of it.
+        ranks: Number of GPUs.
+        policies: Policies to compare with the server's: fifo, sjf (the shortest first) and srtf
+            (the shortest rest), on one GPU or, as sjf:4, on four; greedy (the earliest deadline,
+            on the fastest GPUs); balanced.
+        loads: Loads to simulate: shares of what the GPUs could do at the cheapest degrees.
+        rates: Requests per second instead of --loads; for --arrivals, how many times as fast.
+        degrees: Numbers of GPUs that a request may run on. Default: all.
+        move_ms: Milliseconds that a request loses when it goes on with other GPUs.
+        seeds: Number of random draws at each load.
     """
 
     arrivals: Annotated[Path | None, Group("Requests")] = None
     mix: tuple[str, ...] = ()
     model: str = "flux.1"
-    passes: Annotated[int, Range(1, 16)] = 1
     deadline: Annotated[float | None, Range(1e-3, 1e6)] = None
+    requests: Annotated[int | None, Range(1, _MAX_REQUESTS)] = None
+    passes: Annotated[int, Range(1, 16)] = 1
     slo: Annotated[float, Range(1e-3, 1e6)] = 1.0
     within: Annotated[float, Range(1e-3, 1e6)] = 3.0
-    requests: Annotated[int | None, Range(1, _MAX_REQUESTS)] = None
     ranks: Annotated[int, Range(1, 2**14), Group("Ranks and policies")] = 8
-    degrees: tuple[int, ...] = ()
+    policies: tuple[str, ...] = ("fifo", "sjf", "srtf", "greedy", "balanced")
     loads: tuple[float, ...] = (0.4, 0.6, 0.8, 1.0, 1.2)
     rates: tuple[float, ...] = ()
-    policies: tuple[str, ...] = ("fifo", "sjf", "srtf", "greedy", "balanced")
+    degrees: tuple[int, ...] = ()
     move_ms: Annotated[float, Range(0, 1e6)] = 50.0
     seeds: Annotated[int, Range(1, 1000)] = 3
 
@@ -101,18 +121,18 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
 
 def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
     """Simulate, and publish what each policy reaches."""
-    from bascule.checks import number
     from bascule.cli.command import publish, waiting
+    from bascule.plan.requests import SERVED
     from bascule.sim.requests import compare
 
     workload = options.read()
     name, loads = ("--rates", options.rates) if options.rates else ("--loads", options.loads)
     if options.rates:
         refuse(options, ("loads",), "--rates takes its place; give one of them")
-    if not loads or not options.policies:
-        raise ConfigError("give one of --loads at least, and one of --policies")
+    if not loads:
+        raise ConfigError("--loads: give one at least, such as --loads 0.8")
     for load in loads:
-        number(name, load, 1e-6, 1e6)
+        check_number(name, load, 1e-6, 1e6)
 
     def draw(load: float, seed: int) -> "list[Request]":
         scale = load if options.rates else workload.scale(load, options.ranks)
@@ -122,7 +142,7 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
         rows = compare(
             draw,
             loads,
-            options.policies,
+            list(dict.fromkeys((SERVED, *options.policies))),
             num_ranks=options.ranks,
             num_seeds=options.seeds,
             move_s=options.move_ms / 1e3,
@@ -133,85 +153,123 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
 
 
 def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> Report:
-    """Report what policies reach at loads, and which to choose; `axis` is "load" or "rate"."""
+    """Report what the server reaches, and what other policies change; axis: "load" or "rate"."""
+    from bascule.plan.requests import SERVED
     from bascule.sim.requests import BOUND
 
     loads = list(dict.fromkeys(row.load for row in rows))
-    names = [row.policy for row in rows if row.load == loads[0] and row.policy != BOUND]
-    figures_of = {(row.policy, row.load): row.figures for row in rows}
-
-    def line(name: str, figure: str) -> list[float]:
-        return [figures_of[name, load][figure] for load in loads]
-
-    best = max(names, key=lambda name: (sum(line(name, "on_time")), -sum(line(name, "p95_s"))))
     load = max((load for load in loads if load <= 1), default=loads[0])
-    shown, bound = figures_of[best, load], figures_of[BOUND, load]
-    kinds = [key.removeprefix("degree of ") for key in shown if key.startswith("degree of ")]
-    ranks = ", ".join(f"{kind} {shown[f'degree of {kind}']:.2g}" for kind in kinds)
-    first = columns(axis + ": {:.4g}", "policy")
+    shown = {row.policy: row for row in rows if row.load == load}
+    bound, ours = shown.pop(BOUND).figures, shown[SERVED]
+    own, policies = ours.figures, list(shown.values())
+    best = max(
+        (ours, *policies),
+        key=lambda row: (ours.difference(row, "on_time"), -ours.difference(row, "mean_s")),
+    )
+    kinds = [key.removeprefix("degree of ") for key in own if key.startswith("degree of ")]
+    gpus = ", ".join(f"{number(own[f'degree of {kind}'])} for {kind}" for kind in kinds)
+    unit = Scale.of([row.figures["mean_s"] for row in rows], "s")
+    better, worse = (", ".join(words.values()) for words in _against(ours, best))
+    advice = f"For this load, bascule serve --policy {best.policy} would be better ({better})"
+    advice += (
+        f", but worse in other ways ({worse})." if worse else ", and in nothing clearly worse."
+    )
 
-    def table(title: str, figures: dict[str, str]) -> Rows:
-        cells = [
-            (row.load, row.policy, *map(row.figures.get, figures))
-            for row in rows
-            if row.figures.keys() & figures.keys()
-        ]
-        return Rows(title, first | columns(*figures.values()), cells)
+    def table(title: str, *names: str) -> Rows:
+        with_any = [row for row in rows if row.figures.keys() & set(names)]
+        cells = [(row.load, row.policy, *map(row.figures.get, names)) for row in with_any]
+        return Rows(title, {axis: "{:g}", "policy": "{}"} | _formats(names, unit), cells)
 
+    def chart(title: str, words: str, figure: str, scale: Scale) -> Chart:
+        lines: dict[str, list[float]] = {}
+        for row in rows:
+            if figure in row.figures:
+                lines.setdefault(row.policy, []).append(row.figures[figure] / scale.factor)
+        return draw_lines(
+            title, f"{words}, by {axis}.", (axis, f"{title}, {scale.unit}"), lines, loads
+        )
+
+    facts = (
+        Fact("best", "best policy", best.policy),
+        Fact(axis, f"at {axis}", load, "{:g}"),
+        Fact("on_time", f"on time with {SERVED}", own["on_time"], percent),
+        Fact("on_time_bound", "upper bound for any policy", bound["on_time"], percent),
+        Fact("mean_s", f"mean latency with {SERVED}", own["mean_s"], seconds),
+        Fact("mean_bound_s", "lower bound for any policy", bound["mean_s"], seconds),
+        Fact("p95_s", f"P95 with {SERVED}", own["p95_s"], seconds),
+        Fact("p99_s", f"P99 with {SERVED}", own["p99_s"], seconds),
+    )
     return Report(
-        title=f"Requests on {num_ranks} ranks: {source}",
-        answer=f"Choose {best}: at {axis} {load:g} {shown['on_time']:.1%} are on time, where no "
-        f"policy exceeds {bound['on_time']:.1%}, and P95 is {shown['p95_s']:.3g} s. It runs them "
-        f"on so many ranks in the mean: {ranks}.",
-        facts=(
-            Fact("best", "best policy", best),
-            Fact(axis, f"at {axis}", load, "{:g}"),
-            Fact("on_time", "on time", shown["on_time"], "{:.1%}"),
-            Fact("on_time_bound", "no policy exceeds", bound["on_time"], "{:.1%}"),
-            Fact("mean_s", "latency in the mean", shown["mean_s"], "{:.4g} s"),
-            Fact("mean_bound_s", "no policy is below", bound["mean_s"], "{:.4g} s"),
-            Fact("p95_s", "P95", shown["p95_s"], "{:.4g} s"),
-            Fact("p99_s", "P99", shown["p99_s"], "{:.4g} s"),
-        ),
+        title=f"Requests on {num_ranks} GPUs: {source}",
+        answer=f"At {axis} {load:g}, bascule serve as it is (policy {SERVED}) finishes "
+        f"{percent(own['on_time'])} of the requests on time; latency is {seconds(own['mean_s'])} "
+        f"on average, P95 {seconds(own['p95_s'])}. "
+        f"{'No other policy here is better.' if best is ours else advice} "
+        f"GPUs per request on average: {gpus}.",
+        facts=facts,
         parts=(
-            draw_lines(
-                "On time",
-                f"The share of requests that are done in time, by {axis}, and its upper bound.",
-                (axis, "share"),
-                {name: line(name, "on_time") for name in (*names, BOUND)},
-                loads,
-            ),
-            draw_lines(
-                "P95",
-                f"Seconds within which 95 % of the requests are done, by {axis}.",
-                (axis, "s"),
-                {name: line(name, "p95_s") for name in names},
-                loads,
-            ),
-            table(
-                "Latency",
-                {
-                    "on_time": "on time: {:.1%}",
-                    "mean_s": "mean, s: {:.4g}",
-                    "p50_s": "P50: {:.4g}",
-                    "p95_s": "P95: {:.4g}",
-                    "p99_s": "P99: {:.4g}",
-                    "slowdown": "slowdown: {:.3g}",
-                },
-            ),
-            table("On time", {f"on_time of {kind}": f"{kind}: {{:.1%}}" for kind in kinds}),
-            table(
-                "Ranks",
-                {"rank_s": "rank-s each: {:.4g}", "idle": "idle: {:.1%}", "moves": "moves: {:.2f}"}
-                | {f"degree of {kind}": f"ranks of {kind}: {{:.2g}}" for kind in kinds},
-            ),
+            _compared(f"Policies at {axis} {load:g}", ours, policies, unit),
+            chart("On time", "Requests that end on time, and their bound", "on_time", _PERCENT),
+            chart("P95", "Time within which 95 % of the requests are done", "p95_s", unit),
+            table("Latency", "on_time", "mean_s", "p50_s", "p95_s", "p99_s", "slowdown"),
+            table("On time", *(f"on_time of {kind}" for kind in kinds)),
+            table("GPUs", "rank_s", "idle", "moves", *(f"degree of {kind}" for kind in kinds)),
         ),
         notes=(
-            "Simulated, not measured. Best is the policy with most requests on time over all rows, "
-            "of equals the one of the least P95.",
-            "The bound takes all ranks as one machine that does the cheapest work of a request in "
+            "Simulated, not measured. A policy is better if it has more requests on time, or as "
+            "many with a lower mean. A difference counts if each draw has it, by 1 % of the "
+            "requests or 5 % of the seconds at least.",
+            "On time: by the deadline, or else within --within times the time on the fewest GPUs. "
+            "Slowdown: latency over the time alone at the fastest number of GPUs. A move: a "
+            "request goes on with other GPUs.",
+            "The bound takes all GPUs as one machine that does the cheapest work of a request in "
             "parts, so that no policy exceeds it, and maybe none reaches it.",
-            "Slowdown: the largest latency over the seconds alone at the fastest degree. Moves: "
-            "how often a request goes on with other ranks.",
         ),
+        values={fact.key: fact.value for fact in facts}
+        | {"rows": [{axis: row.load, "policy": row.policy} | row.figures for row in rows]},
     )
+
+
+def _against(ours: "Row", other: "Row") -> tuple[dict[str, str], dict[str, str]]:
+    """Return in which figures another policy is better and worse beyond noise: words by name.
+
+    Kinds of requests count only where they lose, since the share of all has what they gain.
+    """
+    changes = dict[str, str](), dict[str, str]()
+    for figure, value in ours.figures.items():
+        is_share, others = figure.startswith("on_time"), other.figures[figure]
+        if not (is_share or figure in ("mean_s", "p95_s", "p99_s")):
+            continue
+        name = _LATENCIES.get(figure, figure.replace("on_time", "on time", 1))
+        unit = _PERCENT if is_share else Scale.of([min(value, others)], "s")
+        difference = ours.difference(other, figure)
+        is_worse = (difference > 0) != is_share
+        if difference and (is_worse or " of " not in figure):
+            changes[is_worse][name] = f"{name} {unit(others)} instead of {unit(value)} {unit.unit}"
+    return changes
+
+
+def _compared(title: str, ours: "Row", rows: "Sequence[Row]", unit: Scale) -> Rows:
+    """Compare policies at a load, the most requests on time first, and say why."""
+    cells, names = list[Sequence[Any]](), ("on_time", "mean_s", "p95_s", "p99_s", "rank_s")
+    for row in sorted(rows, key=lambda row: (-row.figures["on_time"], row.figures["mean_s"])):
+        better, worse = map(", ".join, _against(ours, row))
+        words = [better and f"better: {better}", worse and f"worse: {worse}"]
+        against, whose = "; ".join(filter(None, words)), f"bascule serve --policy {row.policy}"
+        if row is ours:
+            against, whose = "itself", "bascule serve's default"
+        rule, values = _RULES[row.policy.partition(":")[0]], map(row.figures.get, names)
+        cells.append((row.policy, *values, against or "as good", rule, whose))
+    formats = columns("policy") | _formats(names, unit)
+    formats |= columns(f"compared with {ours.policy}", "why", "part of bascule")
+    return Rows(title, formats, cells)
+
+
+def _formats(names: Sequence[str], unit: Scale) -> dict[str, Format]:
+    """Return formats of figures by heading; seconds are in a unit."""
+    formats: dict[str, Format] = {}
+    for name in names:
+        word, of, kind = name.partition(" of ")
+        heading, how = _COLUMNS.get(word, (f"{_LATENCIES.get(word)}, {unit.unit}", unit))
+        formats[heading + of + kind] = how
+    return formats

@@ -1,8 +1,8 @@
 """`bascule sparse --model wan2.1 --ranks 8 --layers 2`: a mesh (2, 4) is U4R2 here."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +11,14 @@ import numpy as np
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Group, Outputs, Range, flag, refuse
-from bascule.report.page import Chart, Fact, Report, Rows, columns, mib, ms
+from bascule.quantities import Scale, num_bytes, percent, seconds, times
+from bascule.report.page import Chart, Fact, Format, Report, Rows, columns
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from bascule.arrays import Bools, Ints
-    from bascule.sim.sparse_study import Mesh, Study
+    from bascule.sim.sparse_study import Mesh, Outcome, Study
 
 _SHOWN_BLOCKS = 96  # query blocks of the figure at first; more are thinner than a pixel
 
@@ -29,34 +30,35 @@ class SparseOptions(Outputs, MachineOptions):
     Masks come from a file, or are drawn at random like those of a video model.
 
     Attributes:
-        masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz; layers, or steps and
-            layers, may stand before.
-        model: Synthetic masks instead: wan2.1 or cogvideox1.5.
-        density: Share of the blocks that synthetic masks compute; 0.41 by default.
-        layers: Layers to plan; all of a file, 1 of a model by default.
-        steps: Denoising steps to plan; all of a file, 1 of a model by default.
-        seed: Seed of synthetic masks.
-        block: Tokens of a block.
-        ulysses: Ulysses degree: ranks that share the heads.
-        ring: Ring degree: ranks that pass keys and values around.
-        ranks: Ranks; without degrees, all meshes of so many are compared that the heads allow.
-        head_dim: Values of a head.
-        itemsize: Bytes of a value, as it travels.
-        target: Imbalance that minimal_move is to reach.
-        tolerance: A plan is reused while its imbalance is at most 1 + tolerance.
-        head: Head whose mask is drawn on the page.
+        masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz. Axes of layers, or of
+            steps and layers, may stand before.
+        model: Draw synthetic masks of this model instead: wan2.1 or cogvideox1.5.
+        ranks: Number of ranks. Without degrees, the command compares all meshes that the heads
+            allow.
+        ulysses: Ulysses degree: the number of ranks that share the heads.
+        ring: Ring degree: the number of ranks that pass keys and values around.
+        layers: Number of layers to plan. Default: all of a file, 1 of a model.
+        steps: Number of denoising steps to plan. Default: all of a file, 1 of a model.
+        density: Share of the blocks that synthetic masks compute. Default: 0.41.
+        seed: Random seed of synthetic masks.
+        block: Number of tokens in a block.
+        head_dim: Number of values in a head.
+        itemsize: Number of bytes in a value, as it travels.
+        target: Slowest rank over mean rank at which minimal_move stops moving blocks.
+        tolerance: A plan is reused while slowest rank over mean rank is at most 1 + tolerance.
+        head: Number of the head whose mask the page shows.
     """
 
     masks: Annotated[Path | None, Group("Masks")] = None
     model: str | None = None
-    density: float | None = None
     layers: Annotated[int | None, Range(1, 1000)] = None
     steps: Annotated[int | None, Range(1, 1000)] = None
+    density: float | None = None
     seed: int = 0
     block: Annotated[int, Range(1, 2**31 - 1)] = 64
-    ulysses: Annotated[int | None, Range(1, 2**15), Group("Mesh of ranks")] = None
+    ranks: Annotated[int | None, Range(1, 2**15), Group("Mesh of ranks")] = None
+    ulysses: Annotated[int | None, Range(1, 2**15)] = None
     ring: Annotated[int | None, Range(1, 2**9)] = None
-    ranks: Annotated[int | None, Range(1, 2**15)] = None
     head_dim: Annotated[int, Range(1, 2**16), Group("Cost and plan")] = 128
     itemsize: Annotated[int, Range(1, 16)] = 2
     target: Annotated[float, Range()] = 1.005
@@ -191,69 +193,89 @@ def _synthetic(options: SparseOptions) -> _Source:
 
 def report_of(study: "Study", head: int, notes: Sequence[str]) -> Report:
     """Report block masks on meshes by way of planning, and draw the mask of a head."""
-    from bascule.sim.sparse_study import BEFORE, DEFAULT, mesh_name
+    from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, mesh_name
 
-    setting, num_steps = study.setting, len(study.runs[0].choices)
-    best = min(setting.meshes, key=lambda mesh: study.mean(mesh, DEFAULT).predicted_s)
+    setting, num_steps, best = study.setting, len(study.runs[0].choices), study.best
     before, after = study.mean(best, BEFORE), study.mean(best, DEFAULT)
-    speedup = before.predicted_s / after.predicted_s
+    speedup, name = before.predicted_s / after.predicted_s, mesh_name(best)
+    is_worth = times(speedup) if speedup > 1 else "planning does not pay for these masks"
     heads, q_blocks, kv_blocks = study.masks.shape
+    outcomes = [study.mean(mesh, way) for mesh in setting.meshes for way in WAYS]
+    choices = [[mesh_name(choice.degrees) for choice in run.choices] for run in study.runs]
+    chosen, reused = list(chain.from_iterable(choices)), _reused(study)
+    facts = (
+        Fact("speedup", "predicted speed-up by planning", speedup, times),
+        Fact("mesh", "fastest mesh", name),
+        Fact("rho_before", "slowest rank above average, not planned", before.imbalance, _excess),
+        Fact("rho", "slowest rank above average, planned", after.imbalance, _excess),
+        Fact("call_s", "an attention call takes", after.predicted_s, seconds),
+        Fact("planning_s", "planning takes", after.planning_s, seconds),
+        Fact("sent_bytes", "sent before and after attention", after.sent_bytes, num_bytes),
+        Fact("density", "blocks computed", float(study.masks.mean()), percent),
+    )
     return Report(
         title=f"Block-sparse attention: {study.name}",
-        answer=f"On {mesh_name(best)}, balancing makes the call {speedup:.2f}x as fast.",
-        facts=(
-            Fact("speedup", "predicted speed-up of the call", speedup, "{:.3f}x"),
-            Fact("mesh", "fastest mesh", mesh_name(best)),
-            Fact("rho_before", "rho in order", before.imbalance, "{:.4f}"),
-            Fact("rho", "rho balanced", after.imbalance, "{:.4f}"),
-            Fact("call_s", "the call takes", after.predicted_s, ms),
-            Fact("planning_s", "planning", after.planning_s, ms),
-            Fact("sent_bytes", "sent", after.sent_bytes, mib),
-            Fact("density", "blocks computed", float(study.masks.mean()), "{:.1%}"),
-        ),
+        answer=f"Take {name}: Ulysses degree {best[1]}, ring degree {best[0]}. Without planning, "
+        f"its slowest rank has {_excess(before.imbalance)} more work than the average rank; with "
+        f"planning, {_excess(after.imbalance)}. Attention then takes {seconds(after.predicted_s)} "
+        f"instead of {seconds(before.predicted_s)}: {is_worth}.",
+        facts=facts,
         parts=(
             Chart(
                 "Masks and plans",
-                "The mask, who computes what, and the chosen meshes.",
+                f"The mask of a head, the rank of {name} for each block, and the fastest meshes.",
                 lambda: draw(study, head),
             ),
-            *_ways(study),
-            *([_reused(study)] if num_steps > 1 else []),
-            *([_strategies(study)] if len(setting.meshes) > 1 else []),
+            *_ways(study, outcomes),
+            *([reused] if num_steps > 1 else []),
         ),
         notes=(
             f"Masks: {heads} heads, {q_blocks:,} x {kv_blocks:,} blocks of "
-            f"{setting.q_lens.max():,} tokens; layers: {len(study.runs)}, steps: {num_steps}.",
-            "rho is the slowest rank's work over the mean, where ranks of a ring wait for all "
-            "others after each round; critical path is where they wait for their neighbours alone.",
-            f'Speed-ups are over "{BEFORE}": heads in their order, blocks in runs; of compute '
-            "alone, the ratio of rho.",
+            f"{setting.q_lens.max():,} tokens; layers: {len(study.runs)}, steps: {num_steps}. "
+            f"{name} is the fastest mesh in {chosen.count(name)} of {len(chosen)} of them.",
+            "Slowest rank above average: rho - 1 in db-SP's paper, where rho is the slowest rank's "
+            "work over the mean, and all ranks of a ring wait for each other after each round; 0 % "
+            "is even. In a real ring a rank waits for its neighbours alone.",
+            f"Plans: {BEFORE} is not planned, and the base of speed-ups; stripe deals blocks in "
+            f"turns, and heads by work; {DEFAULT}, bascule's default, then moves single blocks; "
+            "paper is db-SP's greedy.",
             *notes,
         ),
+        values={fact.key: fact.value for fact in facts}
+        | {"plans": [asdict(row) | {"mesh": mesh_name(row.mesh)} for row in outcomes]}
+        | {"reuse": [dict(zip(reused.columns, row, strict=True)) for row in reused.rows]}
+        | {"choices": choices},
     )
 
 
-def _ways(study: "Study") -> tuple[Rows, Rows]:
-    from bascule.sim.sparse_study import BEFORE, WAYS, mesh_name
+def _excess(rho: float) -> str:
+    """Write the slowest rank's work over the mean as what it is above the mean."""
+    return percent(rho - 1)
 
+
+def _ways(study: "Study", outcomes: "Sequence[Outcome]") -> tuple[Rows, Rows]:
+    from bascule.sim.sparse_study import BEFORE, mesh_name
+
+    planning = Scale.of([row.planning_s for row in outcomes], "s")
+    call = Scale.of([row.predicted_s for row in outcomes], "s")
+    sent = Scale.of([row.sent_bytes for row in outcomes], "B")
     balance: list[Sequence[Any]] = []
     exchange: list[Sequence[Any]] = []
-    for mesh in study.setting.meshes:
-        before = study.mean(mesh, BEFORE)
-        for way in WAYS:
-            row = study.mean(mesh, way)
-            name = mesh_name(mesh), f"{way} {study.setting.reward:g}" if way == "paper" else way
-            rho, planning_s = row.imbalance, None if way == BEFORE else row.planning_s
-            gain = before.imbalance / rho
-            balance.append((*name, rho, row.critical_path_imbalance, gain, planning_s))
-            gain, moved = before.predicted_s / row.predicted_s, (row.q_moved, row.kv_moved)
-            exchange.append((*name, *moved, row.sent_bytes / 2**20, row.predicted_s * 1e3, gain))
-    names, gains = columns("mesh", "plan"), columns("speed-up: {:.3f}x")
-    rho = columns("rho: {:.4f}", "critical path: {:.4f}") | gains | {"planning": ms}
-    moved = columns("Q rows moved: {:.1%}", "KV: {:.1%}", "sent, MiB: {:,.2f}", "call, ms: {:.3f}")
+    for row in outcomes:
+        before, name = study.mean(row.mesh, BEFORE), (mesh_name(row.mesh), row.way)
+        rho, planning_s = row.imbalance, None if row.way == BEFORE else row.planning_s
+        gain = before.imbalance / rho
+        balance.append((*name, rho, row.critical_path_imbalance, gain, planning_s))
+        gain, moved = before.predicted_s / row.predicted_s, (row.q_moved, row.kv_moved)
+        exchange.append((*name, *moved, row.sent_bytes, row.predicted_s, gain))
+    names: dict[str, Format] = {"mesh": "{}", "plan": "{}"}
+    rho = {"slowest rank": _excess, "real ring": _excess, "speed-up": times}
+    moved = {"Q moved": percent, "K, V moved": percent, f"sent, {sent.unit}": sent}
+    calls = {f"call, {call.unit}": call, "speed-up": times}
+    title = "Work of the slowest rank above average, first step, compute alone"
     return (
-        Rows("Balance in the first step, compute alone", names | rho, balance),
-        Rows("Rows on other ring ranks, and the whole call", names | moved | gains, exchange),
+        Rows(title, names | rho | {f"planning, {planning.unit}": planning}, balance),
+        Rows("Rows on other ring ranks, and the whole call", names | moved | calls, exchange),
     )
 
 
@@ -261,7 +283,8 @@ def _reused(study: "Study") -> Rows:
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
     tolerance = study.setting.tolerance
-    formats = columns("mesh", "plans made", "kept", "rho, mean: {:.4f}", "rho, max: {:.4f}")
+    formats = columns("mesh", "plans made", "kept")
+    formats |= {"slowest rank, mean": _excess, "slowest rank, most": _excess}
     rows: list[Sequence[Any]] = []
     for mesh in study.setting.meshes:
         reuses = [run.reuses[mesh, tolerance] for run in study.runs]
@@ -269,22 +292,9 @@ def _reused(study: "Study") -> Rows:
         num_planned = sum(reuse.state.num_planned for reuse in reuses)
         num_reused = sum(reuse.state.num_kept for reuse in reuses)
         rows.append((mesh_name(mesh), num_planned, num_reused, sum(rho) / len(rho), max(rho)))
-    return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", formats, rows)
-
-
-def _strategies(study: "Study") -> Rows:
-    from bascule.sim.sparse_study import mesh_name
-
-    rows: list[Sequence[Any]] = []
-    for layer, run in enumerate(study.runs):
-        stretches: list[str] = []
-        for mesh, steps in groupby(enumerate(run.choices), lambda step: step[1].degrees):
-            first, *rest = (number for number, _ in steps)
-            last = f" to {rest[-1]}" if rest else ""
-            stretches.append(f"{mesh_name(mesh)} {first}{last}")
-        rows.append((layer, ", ".join(stretches), run.choices[-1].num_switches))
-    title = "Mesh with the lowest prediction, by layer and step"
-    return Rows(title, columns("layer", "steps", "switches"), rows)
+    return Rows(
+        f"{DEFAULT} over the steps: a plan is kept up to {percent(tolerance)}", formats, rows
+    )
 
 
 def draw(study: "Study", head: int) -> "Figure":
@@ -294,7 +304,7 @@ def draw(study: "Study", head: int) -> "Figure":
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
     meshes = study.setting.meshes
-    mesh = meshes[len(meshes) // 2]  # where there are many, it splits heads and blocks
+    mesh = study.best
     shown = min(_SHOWN_BLOCKS, study.masks.shape[1])
     figure = make_subplots(
         rows=2,

@@ -1,7 +1,6 @@
 """`bascule trace runs/traces --report trace.html`: read the traces of a profiled run."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +9,9 @@ import numpy as np
 
 from bascule.errors import ConfigError, PlanError
 from bascule.options import POSITIONAL, Group, NewFolder, Outputs
+from bascule.quantities import Scale, count, number, percent, seconds, times
 from bascule.report.charts import draw_bars, draw_lines
-from bascule.report.page import Fact, Report, Rows, columns, ms
+from bascule.report.page import Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
     from bascule.workload.traces import StepParts, Worth
@@ -25,11 +25,11 @@ class TraceOptions(Outputs):
     """Read the traces that torch.profiler wrote in any trainer, one file a rank.
 
     Attributes:
-        folder: Folder of the .json, .json.gz or .json.zst files, or of such folders; or one file.
-        lens: JSONL with rows such as {"step": 3, "rank": 0, "lens": [512, 64]}, where the traces do
-            not say the lengths themselves.
-        topology: Compute bags to plan for, for example g2n1; one rank a bag if not given.
-        out: Folder for the steps as traces with one clock, for Perfetto and HolisticTraceAnalysis.
+        folder: A folder of .json, .json.gz or .json.zst files, or of such folders; or one file.
+        lens: Read the lengths from this JSONL file, if the traces do not have them. Its rows are
+            such as {"step": 3, "rank": 0, "lens": [512, 64]}.
+        topology: Balance on these compute bags, such as g2n1; by default each rank is alone.
+        out: Write the steps with one clock here, for Perfetto and HolisticTraceAnalysis.
     """
 
     folder: Annotated[Path, POSITIONAL, Group("Traces")]
@@ -94,59 +94,66 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
     """Report what ranks waited for, and the worth of balancing, or why it is `unknown`."""
     num_steps, num_ranks = parts.seconds.shape
     is_complete = parts.waited is not None
-    answer = f"{parts.missing}, so what ranks wait and their imbalance are not known"
+    answer = f"{parts.missing}, so how long ranks wait is not known."
     if is_complete:
-        answer = f"Ranks wait {parts.waited:.1%} of the time"
+        answer = f"Ranks wait {percent(parts.waited)} of the time."
+        if num_ranks > 1:
+            num_last = np.sum(parts.slowest == parts.slowest_rank)
+            often = f"{num_last:,} of {count(num_steps, 'step')}"
+            answer += f" The slowest is rank {parts.slowest_rank}, in {often}."
     if worth is None:
-        answer += f". What balancing would be worth is not known: {unknown}."
+        answer += f" What balancing would be worth is not known: {unknown}."
     else:
+        error, under = percent(abs(worth.model_error)), worth.model_error < 0
         answer += (
-            f"; balanced on {worth.topology}, steps are predicted to run {worth.speedup:.2f}x as "
-            f"fast, by a model that is {worth.model_error:+.1%} off in the steps as run."
+            f" Balanced on {worth.topology}, steps are predicted to run {times(worth.speedup)} as "
+            f"fast; the model {'under' if under else 'over'}estimates the measured step by {error}."
         )
     names = [name for name in _PARTS if name != "waiting" or is_complete]
-    means = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *names)]
-    formats = {"rank": "{}"} | dict.fromkeys(("step", *names), "{:.4g}")
+    means = [getattr(parts, name).mean(axis=0) for name in ("seconds", *names)]
+    scale = Scale.of(means[0].tolist(), "s")
+    formats: dict[str, Format] = {"rank": str}
+    formats |= dict.fromkeys(("step", *names), scale)
     if is_complete:
         means.append(np.array([np.sum(parts.slowest == rank) for rank in parts.ranks]))
-        formats["slowest"] = "{:.0f} steps"
+        formats["slowest in steps"] = number
     rows = list(zip(*(column.tolist() for column in (parts.ranks, *means)), strict=True))
     compute = "kernels of a device" if parts.on_device else "operators of the host"
     return Report(
-        title=f"{num_steps} measured steps of {num_ranks} ranks",
+        title=f"{count(num_steps, 'measured step')} of {count(num_ranks, 'rank')}",
         answer=answer,
         facts=(
-            Fact("step_s", "a step takes", float(parts.step_seconds.mean()), ms),
-            Fact("waiting", "ranks wait", parts.waited, "{:.1%}"),
-            Fact("imbalance", "compute, max / mean", parts.imbalance, "{:.4f}"),
+            Fact("step_s", "a step takes", float(parts.step_seconds.mean()), seconds),
+            Fact("waiting", "share of the time in which ranks wait", parts.waited, percent),
+            Fact("imbalance", "imbalance of compute (largest / mean)", parts.imbalance, number),
             Fact("slowest_rank", "slowest rank", parts.slowest_rank if is_complete else None),
             *_worth_facts(worth),
         ),
         parts=(
             draw_bars(
-                "Seconds of a step by rank",
-                f"Means of {num_steps} steps."
-                + (f" Rank {parts.slowest_rank} is the slowest." if is_complete else ""),
+                "Time of a step by rank",
+                "Averages over the steps.",
                 [f"rank {rank}" for rank in parts.ranks[:_MAX_BARS]],
                 {name: getattr(parts, name).mean(axis=0)[:_MAX_BARS] for name in names[:-1]},
                 "s",
             ),
             draw_lines(
                 "Each step",
-                "What the slowest rank needs by itself, and what the mean rank does.",
+                "What the slowest rank needs without waiting, and what ranks need on average.",
                 ("step", "s"),
-                {"slowest rank": parts.own.max(axis=1), "mean": parts.own.mean(axis=1)},
+                {"slowest rank": parts.own.max(axis=1), "average": parts.own.mean(axis=1)},
             ),
-            Rows("All ranks, ms a step", formats, rows),
-            *([] if worth is None else [_worth_of_steps(worth)]),
+            Rows(f"All ranks, average of a step in {scale.unit}", formats, rows),
         ),
         notes=(
             f"Steps are numbered by {parts.numbered_by}. Compute: {compute}.",
-            "Waiting is what a rank spends in a collective before the last rank begins it; hidden, "
-            "communication behind compute, within compute.",
-            "The prediction prices no moving of tokens.",
-            *([f"{worth.assumed_in_words}."] if worth is not None and worth.assumed else []),
+            "Waiting is what a rank spends in a collective before the last rank begins it. Hidden "
+            "is communication behind compute, and is part of compute.",
+            *([] if worth is None else ["The prediction does not count the moving of tokens."]),
+            *([worth.assumed_in_words] if worth is not None and worth.assumed_in_words else []),
             *parts.notes,
+            "Next: `bascule simulate --manifest TABLE`, with the table of your samples, compares "
+            "ways to balance; `bascule topology` finds the best topology.",
         ),
         values=_to_dict(parts, worth, unknown),
     )
@@ -157,22 +164,9 @@ def _worth_facts(worth: "Worth | None") -> list[Fact]:
         return []
     assert worth.cost.fit is not None
     return [
-        Fact("speedup", "predicted speed-up", worth.speedup, "{:.2f}x"),
-        Fact("predicted_s", f"a step balanced on {worth.topology}", worth.predicted_s, ms),
-        Fact("fit_error", "off where not fitted to", worth.cost.fit.loo_error, "{:.1%}"),
-        Fact("model_error", "off in the mean step as run", worth.model_error, "{:+.1%}"),
-        Fact("moved_share", "tokens that move", worth.moved_share, "{:.0%}"),
+        Fact("speedup", "predicted speed-up", worth.speedup, times),
+        Fact("predicted_s", f"a step balanced on {worth.topology}", worth.predicted_s, seconds),
+        Fact("fit_error", "error on steps left out of the fit", worth.cost.fit.loo_error, percent),
+        Fact("model_error", "error on the average step", worth.model_error, percent),
+        Fact("moved_share", "share of tokens that change ranks", worth.moved_share, percent),
     ]
-
-
-def _worth_of_steps(worth: "Worth") -> Rows:
-    times = "step, ms: {:.4g}", "by the model, ms: {:.4g}"
-    formats = columns("", *times, "model's imbalance: {:.4f}")
-    rows: list[Sequence[Any]] = [
-        ("as run", worth.measured_s * 1e3, worth.model_s * 1e3, worth.imbalance)
-    ]
-    if worth.as_loaded_s != worth.model_s:
-        rows.append(("without the run's own plan", None, worth.as_loaded_s * 1e3, None))
-    times = worth.predicted_s * 1e3, worth.balanced_s * 1e3
-    rows.append(("balanced, predicted", *times, worth.balanced_imbalance))
-    return Rows(f"What balancing is worth, {worth.num_steps} steps", formats, rows)

@@ -39,7 +39,8 @@ def agree(
     """Check that settings are the same on all ranks and no rank has an error; gather `values`.
 
     One all-gather with room for `capacity` integers of each rank; if a rank has more, or settings
-    differ, a second. All ranks raise RemoteConfigError for bad input, CommError for all else.
+    differ, a second. All ranks raise RemoteConfigError for bad input, also the rank that has it;
+    CommError for all else, there from its own error.
     """
     call = f"{what}, step {step}"
     message = np.zeros(_VALUES + capacity, np.int64)
@@ -64,7 +65,8 @@ def agree(
         finally:  # these calls met although their names differ: no later wait may report that
             group.calls.last.clear()
     if table[:, _STATUS].any():
-        _raise_reported(group, table, what, step)
+        reported = _reported(group, table, what, step)
+        raise reported from (None if isinstance(reported, ConfigError) else error)
     if (table[:, _SETTINGS] != table[0, _SETTINGS]).any():
         _raise_difference(group, settings, what, step)
     counts = table[:, _COUNT].tolist()
@@ -133,13 +135,13 @@ def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
     return all_gather(group, f"step {step}: all_gather ({what})", local).cpu().numpy()
 
 
-def _raise_reported(group: RankGroup, table: Ints, what: str, step: int) -> None:
+def _reported(group: RankGroup, table: Ints, what: str, step: int) -> CommError:
     failed = np.flatnonzero(table[:, _STATUS])
     first = table[failed[0]]
     others = f" (also on ranks {failed[1:].tolist()})" if failed.size > 1 else ""
     where = f"step {step}, {what}: rank {failed[0]} of group {group.name!r}{others}"
     message = f"{where}: {_from_words(first[_TEXT:_VALUES])}"
-    raise (RemoteConfigError if first[_STATUS] == _INPUT_ERROR else CommError)(message)
+    return (RemoteConfigError if first[_STATUS] == _INPUT_ERROR else CommError)(message)
 
 
 def _raise_difference(group: RankGroup, settings: Mapping[str, str], what: str, step: int) -> None:
@@ -156,7 +158,7 @@ def _raise_difference(group: RankGroup, settings: Mapping[str, str], what: str, 
     parts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in ranks_of.items())
     raise CommError(
         f"step {step}, {what}: ranks of group {group.name!r} disagree on {name}: {parts}. "
-        "Give every rank the same"
+        "Give every rank the same value"
     )
 
 

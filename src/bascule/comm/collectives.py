@@ -203,7 +203,7 @@ def is_staged(group: RankGroup, x: Tensor) -> bool:
         return False
     if not this_world().stages_cuda:
         raise ConfigError(
-            f"a tensor on {x.device}, and gloo of group {group.name!r} moves those of the host: "
+            f"gloo of group {group.name!r} moves tensors of the host only, not of {x.device}: "
             "use NCCL, or for ranks on one GPU call bascule.comm.stage_cuda() on every rank"
         )
     return True

@@ -32,6 +32,7 @@ import torch.utils.checkpoint
 from torch.distributed import distributed_c10d as c10d
 
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
+from bascule.quantities import seconds
 
 is_profiled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 """Return true while a profiler runs on this thread."""
@@ -313,7 +314,7 @@ class Watch:
             result = answer.result(0.1 if self._is_silent else ANSWER_S)
         except TimeoutError:
             self._is_silent = True
-            raise RuntimeError(f"the store of the job is silent for {ANSWER_S:g} s") from None
+            raise RuntimeError(f"the store of the job is silent for {seconds(ANSWER_S)}") from None
         self._is_silent = False
         return result
 
@@ -441,8 +442,8 @@ class Watch:
         if missing:  # ranks without a sign of life; if none is, all that did not report
             missing = self.ask(functools.partial(_without, "alive", missing)) or missing
             text = (
-                f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s; if they are "
-                "only slow, raise timeout_s, or the timeout of init_process_group"
+                f"missing: no report from ranks {missing} within {seconds(ROLL_CALL_S)}; if they "
+                "are only slow, raise timeout_s, or the timeout of init_process_group"
             )
         return Failure(self._rank, text)
 

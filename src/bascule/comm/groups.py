@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.checks import number
 from bascule.comm.failures import Calls, ask, read, watch_of_world
 from bascule.errors import CommError, ConfigError
+from bascule.quantities import seconds
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -40,9 +41,8 @@ class Cache(Generic[K, T]):
 
     def get(self, key: K, make: Callable[[], T]) -> T:
         """Return the value of a key; make it if there is none."""
-        try:
-            value = self._values.pop(key)
-        except KeyError:
+        value: Any = self._values.pop(key, self)
+        if value is self:  # not in an `except`, which would chain the errors of `make`
             value = make()
         self._values[key] = value  # behind all others
         if len(self._values) > self._most:
@@ -127,8 +127,8 @@ class World:
         numbered = self._numbered.get(number)
         if numbered is None:
             raise CommError(
-                f"number {number} is gone with its step: a compiled backward came more than two "
-                "plans after its forward, or after destroy_process_group; hold the step until then"
+                "a compiled backward pass lost its step: more than two plans came later, or the "
+                "process group was destroyed: keep a reference to the step until backward is done"
             )
         return numbered
 
@@ -177,8 +177,8 @@ class RankGroup:
     def __reduce__(self) -> str:
         """Refuse a copy, which could not make calls."""
         raise ConfigError(
-            f"the ranks of {self.name!r} cannot be copied or pickled, and neither can what refers "
-            "to them (a step, a mesh, a loader): make it anew where it is needed"
+            f"the ranks of {self.name!r} cannot be copied or pickled, nor can an object that "
+            "refers to them (a step, a mesh, a loader): make a new one where you need it"
         )
 
     @property
@@ -187,8 +187,8 @@ class RankGroup:
         group = self.reference()
         if group is None:
             raise CommError(
-                f"the process group {self.name!r} of ranks {list(self.ranks)} was destroyed: build "
-                "what uses it again after init_process_group"
+                f"the process group {self.name!r} of ranks {list(self.ranks)} was destroyed: after "
+                "init_process_group, make the objects that use it again"
             )
         return group
 
@@ -249,8 +249,8 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
     if isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
             raise ConfigError(
-                f"a mesh with axes {mesh_or_group.mesh_dim_names}: choose one, as in "
-                "mesh['name'], whose ranks share the work"
+                f"the mesh has several axes, {mesh_or_group.mesh_dim_names}: give the one whose "
+                "ranks share the work, as mesh['name']"
             )
         return mesh_or_group.get_group()
     if isinstance(mesh_or_group, dist.ProcessGroup):
@@ -303,7 +303,7 @@ def device_for(
         try:
             chosen = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device={device!r} is not a device of torch: {error}") from error
+            raise ConfigError(f"device={device!r} is not a device of torch: {error}") from None
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
         return chosen
@@ -370,7 +370,7 @@ def _meet(calls: Calls, timeout_s: float) -> None:
             return
         time.sleep(pause_s := min(2 * pause_s, _PAUSE_S))
     if ask(lambda store: store.add(counted, -1)) < size - 1:
-        raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {timeout_s:g} s")
+        raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {seconds(timeout_s)}")
     ask(lambda store: store.add(counted, 1))  # the last one came just now
 
 

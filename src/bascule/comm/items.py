@@ -163,7 +163,7 @@ class _Writer:
         if kind not in _LETTERS:
             raise _refusal(value, path)
         if depth == MAX_DEPTH:
-            raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels: give it flat")
+            raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels: flatten it")
         if isinstance(value, dict):
             for key in value:
                 if type(key) is not str:
@@ -190,8 +190,8 @@ class _Writer:
             )
         if tensor.requires_grad:
             raise ConfigError(
-                f"{path} requires a gradient, which would not come back: give what it is computed "
-                "from, as token ids, and compute it within the model; or detach it to train nothing"
+                f"{path} requires a gradient, and samples carry none between ranks: give its "
+                "inputs, such as token ids, and compute it within the model; or detach it"
             )
         if type(tensor) is not Tensor:
             raise _refusal(tensor, path)
@@ -211,7 +211,7 @@ class _Writer:
             named = np.dtype(object)
         if dtype.hasobject or dtype.names or named != dtype or named.char != dtype.char:
             raise ConfigError(
-                f"{path}: an array of {dtype} cannot travel; use a plain dtype of numbers"
+                f"{path}: an array of {dtype} cannot be sent to other ranks: use numbers"
             )
         dense = array if array.flags.c_contiguous else array.copy(order="K")
         strides = None if dense.flags.c_contiguous else list(dense.strides)

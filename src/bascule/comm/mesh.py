@@ -75,14 +75,14 @@ class AttentionMesh:
         names = mesh.mesh_dim_names or ()
         if not names or tuple(name for name in allowed if name in names) != tuple(names):
             raise ConfigError(
-                f"a mesh with the axes {names}: attention takes ('ring', 'ulysses'), in this "
-                "order, or one of them; transpose its tensor of ranks, or choose an axis"
+                f"the mesh has the axes {names}; attention takes ('ring', 'ulysses') in this "
+                "order, or one of them: transpose the tensor of ranks, or choose an axis"
             )
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ConfigError(
-                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: make "
-                "the call on its ranks only"
+                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: call "
+                "this only on ranks of the mesh"
             )
         parts: dict[str, RankGroup | None] = dict.fromkeys(allowed)
         for axis, name in enumerate(names):
@@ -193,7 +193,7 @@ def meshes_over(
     for pair in all_degrees(size) if degrees is None else degrees:
         if pair[0] * pair[1] != size or min(pair) < 1:
             raise ConfigError(
-                f"{pair[0]} x {pair[1]} ranks (ring x Ulysses) of {size}: the product must be "
+                f"{pair[0]} x {pair[1]} (ring x Ulysses) on {size} ranks: the product must be "
                 f"{size}; possible are {all_degrees(size)}"
             )
         if pair not in made:

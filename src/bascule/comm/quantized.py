@@ -51,8 +51,7 @@ class Quantized:
         """Return rows (.., D) as bytes (.., D + 4)."""
         if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] < 1:
             raise ConfigError(
-                f"pack: {tuple(x.shape)} of {x.dtype}: give floating-point rows of one value or "
-                "more"
+                f"pack: got {tuple(x.shape)} of {x.dtype}: give floating-point rows, not empty"
             )
         wide = x.detach().to(torch.float32)
         peak = wide.abs().amax(-1, keepdim=True)
@@ -68,7 +67,7 @@ class Quantized:
         """Return the rows (.., D) that `pack` took, in memory of their own."""
         if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
             raise ConfigError(
-                f"unpack: {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
+                f"unpack: got {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
                 f"{PEAK_BYTES + 1} bytes, as `pack` makes them"
             )
         codes, peak = rows.split([rows.shape[-1] - PEAK_BYTES, PEAK_BYTES], dim=-1)

@@ -287,8 +287,8 @@ def check_rows(what: str, name: str, x: Any, num_rows: int, device: torch.device
         )
     if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != device.type:
         raise ConfigError(
-            f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}: give the {num_rows} rows "
-            f"that this rank's part of the plan has, on {device}"
+            f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}: give {num_rows} rows, "
+            f"as many as this rank has in the plan, on {device}"
         )
 
 

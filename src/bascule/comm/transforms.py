@@ -65,7 +65,7 @@ def refuse_transforms(what: str, *tensors: Any) -> None:
         recorder = "make_fx"
     if recorder is not None:
         raise ConfigError(
-            f"{what} within {recorder}, whose graph would not hold the exchange between ranks: "
+            f"{what} within {recorder}, which cannot record the exchange between ranks: "
             "call it outside, or compile the model with torch.compile"
         )
 

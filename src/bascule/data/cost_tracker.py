@@ -152,10 +152,10 @@ class CostTracker:
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not a tracker's state written by state_dict: {error!r}"
-            ) from error
+            ) from None
         if version != STATE_VERSION:
             raise ConfigError(
-                f"a cost tracker's state of version {version!r}: this bascule reads {STATE_VERSION}"
+                f"the tracker's state has version {version!r}: this bascule reads {STATE_VERSION}"
             )
         if cost is not None:
             self._use(cost)

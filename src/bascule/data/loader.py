@@ -125,15 +125,15 @@ class Progress:
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not a loader state written by state_dict: {error!r}"
-            ) from error
+            ) from None
         if version != STATE_VERSION:
             raise ConfigError(
-                f"a loader state of version {version!r}: this bascule reads {STATE_VERSION}"
+                f"the loader's state has version {version!r}: this bascule reads {STATE_VERSION}"
             )
         if its_deal != tuple(deal):
             raise ConfigError(
-                f"the state's samplers have (num_samples, shuffle, seed) = {its_deal}, and these "
-                f"{tuple(deal)} (zeros: no ResumableSampler): samples would be lost or repeated"
+                f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, the state "
+                f"{its_deal} (zeros: no ResumableSampler): give the same, or samples would be lost"
             )
         return cls(epoch, step, tuple(history), saved=saved)
 
@@ -238,12 +238,12 @@ def _set_up(
     batch_size, unpack, limits = options.batch_size, options.unpack, options.limits
     if batch_size is not None and (pack or unpack):
         raise ConfigError(
-            f"LoaderOptions(batch_size={batch_size}): packs hold samples up to their tokens; leave "
-            "batch_size out"
+            f"LoaderOptions(batch_size={batch_size}): a pack takes samples up to its number "
+            "of tokens: leave batch_size out"
         )
     if options.collate_fn is not None and pack is not None:
         raise ConfigError(
-            "LoaderOptions(collate_fn=..): packs are not collated; leave collate_fn out, or pack"
+            "LoaderOptions(collate_fn=..): packs are not collated: leave out collate_fn or pack"
         )
     grouping = None
     if unpack is None and (pack is not None or batch_size is not None):
@@ -328,7 +328,7 @@ class _Sources(NamedTuple):
                 raise ConfigError(
                     f"the ResumableSampler of data-parallel rank {place} has rank={share} and "
                     f"num_ranks={num_shares}, so samples would be lost or repeated: give it "
-                    f"rank={index} and num_ranks={places.size}, of ranks with a loader"
+                    f"rank={index} and num_ranks={places.size}, counting ranks with a loader"
                 )
             if tuple(other) != deal:
                 raise ConfigError(
@@ -569,5 +569,5 @@ class BalancedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a state; on another number of ranks, with a `ResumableSampler`."""
         if self._prefetcher is not None:
-            raise ConfigError("load_state_dict during an iteration: close the loader first")
+            raise ConfigError("load_state_dict during an iteration: call loader.close() first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)

@@ -111,8 +111,8 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
     total = sum(lens)
     if total > pack.tokens:
         raise ConfigError(
-            f"{len(lens)} samples of together {total} tokens do not fit into a pack of "
-            f"{pack.tokens}; raise tokens to {total} or give fewer samples"
+            f"{len(lens)} samples have {total} tokens together, more than a pack of "
+            f"{pack.tokens}: raise tokens to {total}, or give fewer samples"
         )
     names = field_names(samples)
     _refuse_made(names)
@@ -219,7 +219,7 @@ def _gap(name: str, samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[i
 def _refuse_made(names: Sequence[str]) -> None:
     for name in names:
         if name in MADE:
-            raise ConfigError(f"{name} is what make_pack makes; drop the field or rename it")
+            raise ConfigError(f"{name} is a name of make_pack: drop or rename the field")
 
 
 def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
@@ -245,7 +245,7 @@ def _attribute(name: str, value: Any, bounds: list[int]) -> Sequence[Any]:
         return _split(name, value, bounds)
     if num_rows == num_samples == num_tokens and num_samples:
         raise ConfigError(
-            f"{name} has {num_rows} rows, and the pack as many tokens as samples: give the "
+            f"{name} has {num_rows} rows, and the pack has as many samples as tokens: give the "
             "cumulative counts of its rows in cu_items"
         )
     if num_rows == num_tokens:
@@ -257,8 +257,8 @@ def _split(name: str, value: Any, bounds: list[int], may_be_longer: bool = False
     num_rows = _rows(name, value)
     if num_rows != bounds[-1] and not (may_be_longer and num_rows > bounds[-1]):
         raise ConfigError(
-            f"{name} has {num_rows} rows, but its samples have {bounds[-1]}: the last number of "
-            "cu_seqlens or cu_items must be its rows"
+            f"{name} has {num_rows} rows, but cu_seqlens or cu_items ends at {bounds[-1]}: its "
+            "last number must be the number of rows"
         )
     return [value[start:end] for start, end in pairwise(bounds)]
 
@@ -267,7 +267,7 @@ def _one_each(name: str, value: Any, num_samples: int) -> Sequence[Any]:
     num_rows = _rows(name, value)
     if num_rows != num_samples:
         raise ConfigError(
-            f"{name} has {num_rows} rows, neither one a token nor one a sample: give their "
+            f"{name} has {num_rows} rows, neither one per token nor one per sample: give their "
             "cumulative counts in cu_items"
         )
     keeps_dim = not isinstance(value, list | tuple) and value.ndim > 1
@@ -392,8 +392,8 @@ def token_lengths(samples: Sequence[Sample], token_fields: Sequence[str]) -> lis
         for name, num_rows in rows.items():
             if num_rows != length:
                 raise ConfigError(
-                    f"{name} of sample {i} has {num_rows} rows, {first} has {length}; give one row "
-                    f"a token, or take {name} out of the token fields"
+                    f"{name} of sample {i} has {num_rows} rows, {first} has {length}: give one "
+                    f"row per token, or take {name} out of the token fields"
                 )
         lens.append(length)
     return lens
@@ -409,7 +409,7 @@ def token_rows(
     neutral["mm_token_type_ids"] = 0  # text
     for i in range(len(samples)):
         if i not in tensors and name not in neutral:
-            raise ConfigError(f"sample {i} lacks {name}, which others have; give all or none")
+            raise ConfigError(f"sample {i} lacks {name}, which others have: give it to all or none")
     return [
         tensors[i] if i in tensors else _filled(name, like, num_rows, neutral[name])
         for i, num_rows in enumerate(lens)
@@ -433,7 +433,7 @@ def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
     if len(tensors) < len(samples):
         # Stacked without it, the values would belong to the wrong samples.
         i = min(set(range(len(samples))) - tensors.keys())
-        raise ConfigError(f"sample {i} lacks {name}, one number in others; give it to all or none")
+        raise ConfigError(f"sample {i} lacks {name}, a number in others: give it to all or none")
     return torch.stack(list(tensors.values())), None
 
 

@@ -186,8 +186,8 @@ class Prefetcher:
         """Raise an error that must not wait until the steps that are ready are used."""
         if self._is_closing:
             raise ConfigError(
-                "this iteration was ended by close(), or by another iteration of the same loader: "
-                "make a loader for each"
+                "close(), or another iteration of the same loader, ended this iteration: make one "
+                "loader per iteration"
             )
         if self._left is not None and self._left.reason and self._error is not None:
             raise self._error
@@ -231,7 +231,7 @@ class Prefetcher:
         except ClosedError as error:
             self._error = self._who_left(error)
         except (CommError, PlanError) as error:
-            self._error = error
+            self._error = _own_error(error)
         except BaseException as error:
             # Other ranks wait in a collective that this thread never enters: the group is lost.
             is_alike, self._error = False, error
@@ -289,6 +289,15 @@ class Prefetcher:
             # The training may end in a collective of its own, which does not say why.
             logger.error("%s", named)
         return named
+
+
+def _own_error(error: CommError | PlanError) -> Exception:
+    """Return what this rank's own code raised, with the step as a note; else the error itself."""
+    own = None if error.__cause__ is None else error.__cause__.__cause__  # see `steps.named`
+    if not isinstance(own, Exception) or isinstance(own, StopIteration):
+        return error
+    own.add_note(str(error))
+    return own
 
 
 def _forget_locals(error: BaseException | None) -> None:

@@ -205,7 +205,7 @@ class BalancedSampler(Sampler[list[int]]):
         if num < self._shape.num_cells:
             raise ConfigError(
                 f"{num} lengths for {num_ranks} ranks with accumulate={accumulate}: give at least "
-                f"{self._shape.num_cells}, one for each batch of a step"
+                f"{self._shape.num_cells}, one per batch of a step"
             )
         self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
         limits = in_tokens(options.limits, cost, None)
@@ -310,9 +310,9 @@ class BalancedSampler(Sampler[list[int]]):
             raise too_many(delivered, num)
         if 0 < num - delivered < self._shape.num_cells:
             raise ConfigError(
-                f"{num - delivered} samples of epoch {epoch} are left, and a step has "
-                f"{self._shape.num_cells} batches: finish the epoch with fewer ranks, or leave the "
-                f"rest out with set_epoch({epoch + 1}) in place of this state"
+                f"{num - delivered} samples of epoch {epoch} are left, too few for a step of "
+                f"{self._shape.num_cells} batches: finish the epoch with fewer ranks, or skip the "
+                f"rest: call set_epoch({epoch + 1}) instead of loading this state"
             )
         self._epoch, self._start, self._run = epoch, delivered, None
 
@@ -388,6 +388,6 @@ def _check_limits(
     most = shape.most_in_a_cell(lengths.size)
     if items is not None and items < most:
         raise ConfigError(
-            f"Limits(items={items}): batches have up to {most} samples with "
-            f"batch_size={shape.batch_size}; raise the limit, or make batch_size smaller"
+            f"Limits(items={items}): batches of batch_size={shape.batch_size} have up to {most} "
+            "samples: raise the limit, or make batch_size smaller"
         )

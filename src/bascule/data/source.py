@@ -205,8 +205,8 @@ class Source:
         if not bare or self._gives == "packs":
             return item
         raise ConfigError(
-            f"the loader gives a {'list with a ' * is_list}{type(bare[0]).__name__}, which may be "
-            "a collated batch: give lists of samples (collate_fn=list), or set "
+            f"the loader yields a {'list with a ' * is_list}{type(bare[0]).__name__}, maybe a "
+            "collated batch: give lists of samples (collate_fn=list), or set "
             "LoaderOptions(unpack=..), or batch_size=.. if samples come one by one"
         )
 
@@ -269,8 +269,8 @@ class Reading:
             return first, words_of(state)
         except ConfigError as error:
             logger.warning(
-                "the loader's own state cannot travel, so a resumed run skips samples by their "
-                "number: state_dict() of the %s: %s",
+                "state_dict() of the %s cannot be saved, so a resumed run skips samples by their "
+                "number: %s",
                 *(type(self._stateful).__name__, error),
             )
             self._stateful, self._newest = None, (0, None)
@@ -290,7 +290,7 @@ class Reading:
             raise too_many(self._skip, self._skip + first)
         if self._is_again and first == -self._skip:
             raise ConfigError(
-                f"the loader is a {self._kind}, which gives its samples once, and it is used up: "
+                f"the loader is a {self._kind}, which yields its samples once and is used up: "
                 "give a DataLoader, a list, or an object whose __iter__ begins anew"
             )
         self.has_ended = True

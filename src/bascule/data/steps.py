@@ -103,10 +103,10 @@ def num_input_ids(sample: Sample) -> int:
     try:
         ids = sample["input_ids"]
         length, first = len(ids), next(iter(ids), None)
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError):
         raise ConfigError(
-            f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
-        ) from error
+            f'a {type(sample).__name__} has no "input_ids": give BalancedLoader a length_fn'
+        ) from None
     if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
         raise ConfigError(
             f'"input_ids" of {length} rows, not one row of tokens: give input_ids[0] of a batch of '
@@ -312,9 +312,8 @@ class Deliveries:
         num_bytes = int(self.received[worst])
         if most is not None and num_bytes > most:
             raise PlanError(
-                f"rank {worst} would receive {num_bytes:,} bytes of samples in a step, above "
-                f"max_bytes_in_flight={most:,} by {num_bytes - most:,}: raise it, or load fewer "
-                "samples a step"
+                f"rank {worst} would receive {num_bytes:,} bytes of samples in a step, more than "
+                f"max_bytes_in_flight={most:,}: raise it, or load fewer samples per step"
             )
 
     def share(self, offer: Offer, rank: int, micro: int) -> tuple[Ints, bool, float]:
@@ -424,12 +423,15 @@ class Redistributor:
             self._warn_of_nothing(step, loaded)
             return None
         offer, rank = loaded.offer, self.ranks.group.rank
+        if offer.lens.size and not (offer.weights.any() or self._has_warned or rank):
+            self._has_warned = True
+            logger.warning("step %d: weight_fn gave 0 for all samples: loss_scale is 0", step)
         making = f"epoch {self._epoch}, making batches"
         try:
             decision = self.decide(offer)
             decision.deliveries.check_received(self.rules.max_bytes_in_flight)
         except PlanError as error:
-            raise PlanError(f"step {step}, epoch {self._epoch}: {error}") from error
+            raise PlanError(f"step {step}, epoch {self._epoch}: {error}") from None
         except Exception as error:  # of the cost model; another rank may not have it
             agree(self.ranks.group, {}, error, what=making, step=step)
             raise
@@ -521,20 +523,15 @@ class Redistributor:
     def _gather(self, step: int, load: Load) -> Loaded:
         """Return the samples of all ranks."""
         words = load.words(len(self.terms) - 1)
-        try:
-            gathered = agree(
-                self.ranks.group,
-                self.terms[self._version].settings,
-                load.error,
-                what=f"epoch {self._epoch}, loading",
-                step=step,
-                values=words,
-                capacity=self._capacity,
-            )
-        except CommError as error:
-            if load.error is None:
-                raise
-            raise error from load.error
+        gathered = agree(
+            self.ranks.group,
+            self.terms[self._version].settings,
+            load.error,
+            what=f"epoch {self._epoch}, loading",
+            step=step,
+            values=words,
+            capacity=self._capacity,
+        )
         num_words = [int(words[_HEAD - 1]) for words in gathered]  # of states
         sizes = [words.size - num for words, num in zip(gathered, num_words, strict=True)]
         self._capacity = max(self._capacity, *sizes)

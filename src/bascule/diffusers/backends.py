@@ -41,7 +41,7 @@ def backend_kernel(name: str) -> FunctionKernel:
     except (RuntimeError, ImportError, OSError, ValueError) as error:
         raise ConfigError(
             f"attention back end {name!r} of diffusers cannot run here: {error}"
-        ) from error
+        ) from None
     arguments, plain = registry._supported_arg_names[backend], name.lstrip("_")
     switches = [key for key in ("return_lse", "return_attn_probs") if key in arguments]
     # torch's back ends give an LSE only within diffusers' parallelism, varlen ones in other shapes.

@@ -53,8 +53,8 @@ def check_sample(sample: Sample, required: Collection[str], table: SplitTable) -
                 )
         elif holds_tensors(value) and not (isinstance(value, list) and name in table.listed):
             raise ConfigError(
-                f"{name!r} is a {type(value).__name__} that holds tensors, of which the batch is "
-                "not known: give tensors (1, ..), or name it in a table's `unbatched` or `listed`"
+                f"{name!r} is a {type(value).__name__} that holds tensors whose batch dim "
+                "is unknown: give tensors (1, ..), or name it in a table's `unbatched` or `listed`"
             )
         elif isinstance(value, list) and len(value) != 1:
             raise ConfigError(
@@ -184,7 +184,7 @@ class BalancedModel:
                 whole("max_tokens", max_tokens, 1)
             if parallel.data_group is not group:
                 raise ConfigError(
-                    "BalancedModel with a data_group of more ranks: give SequenceParallel all "
+                    "BalancedModel needs SequenceParallel over all of its data_group: give it all "
                     "ranks whose gradients are averaged"
                 )
             inner = unwrapped(model)
@@ -206,7 +206,7 @@ class BalancedModel:
     def step(self) -> Step:
         """The last planned step; see its `metrics()`."""
         if self._step is None:
-            raise ConfigError("no step was planned yet: call microbatches(..) first")
+            raise ConfigError("no step is planned yet: call microbatches(..) first")
         return self._step
 
     def samples_of(self, **batch: Any) -> list[Sample]:
@@ -290,8 +290,9 @@ class BalancedModel:
             form = form_of(sample, self._table, device)
             return _Measured(length, form, weight, parcel(sample, device))
         except Exception as error:
-            text = str(error) if isinstance(error, ConfigError) else repr(error)
-            raise ConfigError(f"sample {place}: {text}") from error
+            is_ours = isinstance(error, ConfigError)
+            text = str(error) if is_ours else repr(error)
+            raise ConfigError(f"sample {place}: {text}") from None if is_ours else error
 
     def _gather(self, step: Step, measured: Sequence[_Measured]) -> tuple[Ints, Ints, Ints]:
         """Return (num_seqs,) form, bytes and weight of all ranks' samples; one gather."""

@@ -4,6 +4,7 @@ Inductor's `reorder_for_compute_comm_overlap` is not offered: it moves torch's o
 the operators of `attention.usp` overlap theirs themselves.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -56,6 +57,7 @@ def compile_in_place(
 ) -> Callable[[], None]:
     """Compile a model with its hooks, called after `prepare`; return what undoes it."""
     before = model._compiled_call_impl
+    logging.getLogger(__name__).info("the next call compiles %s: it is slow", type(model).__name__)
 
     # Unlike `model.compile()`, this takes the hooks that cut inputs into the graph.
     def call(*args: Any, **kwargs: Any) -> Any:

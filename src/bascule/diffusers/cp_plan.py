@@ -93,7 +93,7 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
         is_pair = attentions.keys() == {"attn1", "attn2"}  # self-attention, and to a prompt
         if not is_listed or "." in container or not (is_pair or len(attentions) == 1):
             raise _refusal(
-                model, f"its plan does not say what {', '.join(attentions)} of {block} attend to"
+                model, f"it is unknown which tokens {', '.join(attentions)} of {block} attend to"
             )
         first, *others = (f"{block}.{name}" for name in sorted(attentions))
         attends.append(first)
@@ -105,7 +105,7 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
                 for name in _JOINT
             )
             if is_joint or "encoder_hidden_states" not in arguments:
-                raise _refusal(model, f"its plan does not say what {others[0]} attends to")
+                raise _refusal(model, f"it is unknown which tokens {others[0]} attends to")
             crosses.extend(others)
     if crosses and len(crosses) < len(attends):
         raise _refusal(model, "some of its blocks attend to a prompt, and some do not")

@@ -26,9 +26,8 @@ from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.diffusers.split_model import SplitModel
 from bascule.errors import ConfigError
 from bascule.machine.cluster import FLOPS_PER_VALUE, BagShape, HardwareProfile, Seconds, Work
+from bascule.quantities import count, num_bytes, number, seconds, times
 from bascule.traffic import HeadShares, Traffic
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +68,29 @@ class Explanation:
     guidance_bytes: int = 0  # from this rank to other groups in the last exchange
 
     def __str__(self) -> str:
-        chosen, lengths = self.chosen, ", ".join(f"{n} of {k}" for k, n in self.lengths.items())
+        chosen, least, most = self.chosen, min(self.chosen.tokens), max(self.chosen.tokens)
+        lengths = [f"{number(length)} of {name}" for name, length in self.lengths.items()]
         lines = [
             f"{self.model}: ring {chosen.ring_degree} x Ulysses {chosen.ulysses_degree}",
-            f"tokens: {lengths}; {min(chosen.tokens)} to {max(chosen.tokens)} a rank",
-            f"attention: {self.num_attentions} calls; the busiest rank sends "
-            f"{chosen.busiest_bytes / _MIB:.1f} MiB a forward pass",
+            f"tokens: {', '.join(lengths)}; {number(least)} to {number(most)} per rank",
+            f"attention: {count(self.num_attentions, 'call')}; the busiest rank sends "
+            f"{num_bytes(chosen.busiest_bytes)} per forward pass",
         ]
         if self.num_groups > 1:
             lines.append(
                 f"guidance: {self.num_groups} groups of ranks share branches and samples; this "
-                f"rank sent {self.guidance_bytes / _MIB:.3g} MiB of results in the last exchange"
+                f"rank sent {num_bytes(self.guidance_bytes)} of results in the last exchange"
             )
         if chosen.seconds:
-            lines.append(f"predicted: {sum(chosen.seconds.values(), Seconds())} a forward pass")
+            lines.append(f"predicted: {sum(chosen.seconds.values(), Seconds())} per forward pass")
             lines += [f"  {kind or 'other'}: {parts}" for kind, parts in chosen.seconds.items()]
         for other in self.others:
             ratio = other.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
             is_near = 1 / _LEAST_GAIN < ratio < _LEAST_GAIN
             lines.append(
                 f"ring {other.ring_degree} x Ulysses {other.ulysses_degree} would send "
-                + ("about as much" if is_near else f"{other.busiest_bytes / _MIB:.1f} MiB")
-                + (f" and take {other.total_s * 1e3:.3g} ms" if other.seconds else "")
+                + ("about as much" if is_near else num_bytes(other.busiest_bytes))
+                + (f" and take {seconds(other.total_s)}" if other.seconds else "")
             )
         lines += self.advice
         if self.sparse:
@@ -227,8 +227,8 @@ def explain(
             raise ConfigError(f"explain: {reason}: leave out profile")
         if run is None:
             raise ConfigError(
-                "explain(profile=..) counts a pass of its own: give it the inputs of the model, or "
-                "the pipeline and its arguments"
+                "explain(profile=..) runs the model once: give it the model's inputs, or the "
+                "pipeline and its arguments"
             )
         profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         works = count_work(split, run)
@@ -236,7 +236,7 @@ def explain(
         raise ConfigError("explain: inputs and ranks_per_node are for seconds: give a profile")
     last = split.last
     if last is None:
-        raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
+        raise ConfigError("explain: run the model once, not compiled, to set the lengths")
     ring, ulysses = last.degrees
     explanation = partial(
         Explanation,
@@ -311,13 +311,13 @@ class _Prediction:
         for place in product(range(ring), range(ulysses)):
             share = layouts[self.longest].num_tokens(*place) / max(1, sum(self.longest))
             sent, attention_s = Traffic(), 0.0
-            for shape, times in work.shapes.items():
+            for shape, num_times in work.shapes.items():
                 layout = layouts[shape.segments]
-                attention_s += times * _attention_flops(layout, place, shape) / attention
+                attention_s += num_times * _attention_flops(layout, place, shape) / attention
                 if is_quantized and not shape.gathers:
                     row_bytes = Quantized("int8").row_bytes(shape.head_dim)
                     shape = replace(shape, row_bytes=row_bytes)
-                sent += _traffic(layout, place, shape) * times
+                sent += _traffic(layout, place, shape) * num_times
             works.append(
                 Work(
                     compute_s=(work.token_flops * share + work.other_flops) / matmul + attention_s,
@@ -364,7 +364,7 @@ def _advice(
         (chosen.total_s / cost.total_s, name) for name, cost in settings.items() if cost.total_s
     ]
     lines = [
-        f"{gain:.2f}x predicted with {name}"
+        f"{times(gain)} predicted with {name}"
         for gain, name in sorted(gains, key=lambda pair: -pair[0])
         if gain >= _LEAST_GAIN
     ]
@@ -375,10 +375,10 @@ def _sparse_line(layers: tuple[SparseLayer, ...]) -> str:
     imbalances = [layer.imbalance for layer in layers]
     density = sum(layer.density for layer in layers) / len(layers)
     line = (
-        f"sparse: {len(layers)} layers of density {density:.2f}; imbalance "
-        f"{sum(imbalances) / len(layers):.3f}, at most {max(imbalances):.3f}; "
-        f"{sum(layer.num_planned for layer in layers)} plans made, kept "
-        f"{sum(layer.num_kept for layer in layers)} times"
+        f"sparse: {count(len(layers), 'layer')} of density {number(density)}; imbalance "
+        f"{number(sum(imbalances) / len(layers))}, at most {number(max(imbalances))}; "
+        f"{count(sum(layer.num_planned for layer in layers), 'plan')} made, kept "
+        f"{count(sum(layer.num_kept for layer in layers), 'time')}"
     )
     if all(layer.plans.choice is None for layer in layers):
         return line

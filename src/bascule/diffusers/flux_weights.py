@@ -69,7 +69,7 @@ def config_from_diffusers(config: Mapping[str, Any]) -> MMDiTConfig:
             guidance=bool(config["guidance_embeds"]),
         )
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"this is no config of a FluxTransformer2DModel: {error!r}") from error
+        raise ConfigError(f"this is no config of a FluxTransformer2DModel: {error!r}") from None
     if out not in (None, channels) or config.get("patch_size", 1) != 1:
         raise ConfigError(
             f"in_channels={channels}, out_channels={out}, patch_size={config.get('patch_size', 1)}:"

@@ -119,6 +119,6 @@ def check_guided(model: nn.Module) -> None:
     """Refuse a model that FSDP shards."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            f"{type(model).__name__} is sharded by FSDP, whose ranks compute every call together: "
+            f"{type(model).__name__} is sharded by FSDP, so ranks must make each call together: "
             "use guidance_degree=1, or do not shard it"
         )

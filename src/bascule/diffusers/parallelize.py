@@ -279,7 +279,7 @@ class ParallelHandle:
             change.remove()
 
     def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
-        """Compile the models in place, each as one graph, when they are first called.
+        """Compile the models in place, each as one graph, at their first call; log it at INFO.
 
         Args:
             mode: As in torch.compile. "reduce-overhead" and "max-autotune" record a CUDA graph for

@@ -29,6 +29,7 @@ from bascule.encoders.items import table_of
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import ConfigError
 from bascule.machine.costs import PolynomialCost
+from bascule.quantities import seconds
 from bascule.stand_in import Override
 
 _TEXT_ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"
@@ -77,8 +78,8 @@ def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
         return vae
     if for_vae == "first":
         raise ConfigError(
-            f"parallelize(.., vae='first'): a {type(vae).__name__} without tiling decodes whole "
-            "images on every rank: call pipeline.vae.enable_tiling() before parallelize"
+            f"parallelize(.., vae='first'): a {type(vae).__name__} without tiling makes every "
+            "rank decode whole images: call pipeline.vae.enable_tiling() before parallelize"
         )
     return None
 
@@ -91,8 +92,8 @@ def _shared_text_encoders(pipeline: Any, for_texts: str) -> list[nn.Module]:
     for module in modules:
         if table_of(module).length is None:
             raise ConfigError(
-                f"parallelize(.., text_encoders='all'): it is not known how a "
-                f"{type(module).__name__} holds prompts; use text_encoders='own'"
+                f"parallelize(.., text_encoders='all'): bascule does not know how a "
+                f"{type(module).__name__} holds prompts: use text_encoders='own'"
             )
     return modules
 
@@ -230,7 +231,7 @@ def phase_lines(times: PhaseTimes | None, shared: Sequence[SharedPart]) -> tuple
     """Describe the phases of the last call: measured seconds, and reports of shared work."""
     lines = list[str]()
     for name in PHASES:
-        facts = [] if times is None else [f"{times.seconds[name]:.3g} s measured"]
+        facts = [] if times is None else [f"{seconds(times.seconds[name])} measured"]
         reports = [part.encoder.last for part in shared if part.phase == name]
         facts += [str(report) for report in reports if report is not None]
         if facts:

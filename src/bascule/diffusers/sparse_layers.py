@@ -172,13 +172,13 @@ class SparseConfig:
         q, kv = blocks.q_lens.size, blocks.kv_lens.size
         if sizes != [num_heads, q, kv]:
             raise ConfigError(
-                f"sparse: masks of {sizes[0]} heads and {sizes[1]} x {sizes[2]} blocks, and the "
+                f"sparse: masks of {sizes[0]} heads and {sizes[1]} x {sizes[2]} blocks, but the "
                 f"model has {num_heads} heads and {q if q == kv else f'{q} x {kv}'} blocks of "
                 f"{self.block} tokens, {int(blocks.q_is_text.sum())} of them text"
             )
         if steps > 1 and step >= steps:
             raise ConfigError(
-                f"sparse: step {step} of masks for steps 0 to {steps - 1}: call handle.restart() "
+                f"sparse: step {step}, but masks end at step {steps - 1}: call handle.restart() "
                 "before another image; give passes_per_step if a step has several passes"
             )
         return self.array[step if steps > 1 else 0, layer if layers > 1 else 0]

@@ -509,7 +509,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     wrapper: Any = model
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
-            f"FSDP 1 shards a {type(model.module).__name__} in a way that cannot be split: use "
+            f"FSDP 1 shards a {type(model.module).__name__} so that bascule cannot split it: use "
             "fully_shard(model) (FSDP 2)"
         )
     if isinstance(model, DistributedDataParallel):

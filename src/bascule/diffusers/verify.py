@@ -30,6 +30,7 @@ from bascule.diffusers.pipeline_run import (
 from bascule.diffusers.split_model import SplitModel, Way
 from bascule.diffusers.split_table import Cut, modules_of
 from bascule.errors import ConfigError
+from bascule.quantities import number
 from bascule.stand_in import as_in_use, module_of
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -72,10 +73,12 @@ class Verification:
 
     def __str__(self) -> str:
         errors, first = self.errors, self.first_difference
-        worst = f"largest relative error {max(errors.values()):.1e}, tolerance {self.tolerance:.0e}"
+        largest, most = number(max(errors.values())), number(self.tolerance)
+        worst = f"largest relative error {largest}, tolerance {most}"
         if first is None:
             return f"the mesh agrees with one process: {worst}"
-        return f"the mesh differs from one process, first in {first} ({errors[first]:.1e}): {worst}"
+        where = f"{first} ({number(errors[first])})"
+        return f"the mesh differs from one process, first in {where}: {worst}"
 
 
 @shared("verify")
@@ -128,7 +131,8 @@ def check_table(split: SplitModel, run: Callable[[], Any]) -> None:
     assert first is not None
     raise ConfigError(
         f"the table of {kind} does not fit: over ranks {first} differs from one process by "
-        f"{result.errors[first]:.1e} of its norm (tolerance {result.tolerance:.0e}); {advice}"
+        f"{number(result.errors[first])} of its norm (tolerance "
+        f"{number(result.tolerance)}); {advice}"
     )
 
 
@@ -240,7 +244,7 @@ def _name_of(split: SplitModel, block: str, place: int) -> str:
 def _tolerance_of(dtype: torch.dtype) -> float:
     if dtype not in _TOLERANCES:
         raise ConfigError(
-            f"verify: the model returns {dtype}, and errors are known of {list(_TOLERANCES)}"
+            f"verify: the model returns {dtype}; tolerances exist for {list(_TOLERANCES)}"
         )
     return _TOLERANCES[dtype]
 

@@ -128,7 +128,7 @@ class BalancedEncoder:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
 
     Raises:
-        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
+        RemoteConfigError: An argument is wrong on a rank; all ranks raise it.
         CommError: Ranks disagree, or one is gone.
     """
 
@@ -251,7 +251,7 @@ class BalancedEncoder:
 
     def _length_by_table(self) -> Callable[[Item], Length]:
         if self.table.length is None:
-            raise ConfigError(f"no table has lengths of {type(self._inner)}: give length_fn")
+            raise ConfigError(f"no table knows item lengths of {type(self._inner)}: give length_fn")
         return partial(self.table.length, self._inner)
 
     def _settings(self) -> dict[str, str]:
@@ -456,8 +456,8 @@ class Installed:
         self._tokens = [None]
         if output is not None and self._left:
             raise ConfigError(
-                f"the model did not call its encoder for all of {self._kinds} that it was given: "
-                "name the arguments with items in EncoderTable(sources=..)"
+                f"the model was given {self._kinds} but did not call its encoder for all of them: "
+                "name the arguments that hold items in EncoderTable(sources=..)"
             )
         # The last call's backward pass runs first, and leads to those of the calls before.
         return None if output is None else attach(output, tokens[-1:])
@@ -477,8 +477,8 @@ class Installed:
         """Return the output that the model gets when it calls its encoder."""
         if not self._left:
             raise ConfigError(
-                f"the model calls its encoder more often than it was given {self._kinds}: name "
-                "the arguments with items in EncoderTable(sources=..)"
+                f"the model calls its encoder more often than its arguments {self._kinds} ask for: "
+                "name the arguments that hold items in EncoderTable(sources=..)"
             )
         self._left.pop(0)
         features: Features = self._encoder.call_after(self._tokens[-1], args, kwargs)

@@ -72,8 +72,8 @@ class EncoderTable:
             rows.get(x, sum(sizes)) != sum(sizes) for x in self.packed
         ):
             raise ConfigError(
-                f"arguments of shapes {shapes} do not hold as many items each: give tensors with "
-                f"one row an item{', or its size in ' + str(self.packed) if self.packed else ''}"
+                f"arguments of shapes {shapes} differ in their number of items: give tensors with "
+                f"one row per item{', or its size in ' + str(self.packed) if self.packed else ''}"
             )
         return sizes
 
@@ -101,7 +101,7 @@ def _cut_rows(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     if num < 0 or any(num * size % total for size in sizes):
         raise ConfigError(
             f"an output of shape {tuple(leaf.shape)} cannot be cut into {len(sizes)} items of "
-            f"sizes {list(sizes)[:8]}: the module must give each item rows of the first dim"
+            f"sizes {list(sizes)[:8]}: the module must return rows for each item in dim 0"
         )
     return leaf.split([num * size // total for size in sizes])
 
@@ -127,12 +127,12 @@ def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item)
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"the encoder cannot be called so: {error}") from None
+        raise ConfigError(f"the encoder does not take these arguments: {error}") from None
     named: Item = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            raise ConfigError("the encoder takes arguments without names (*args): give them names")
+            raise ConfigError("the encoder takes *args: give its arguments names")
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -271,7 +271,7 @@ def prepare(
     for place, item in enumerate(items):
         try:
             if len(table.sizes_of(item)) != 1:
-                raise ConfigError("it has rows of several items: give each by itself")
+                raise ConfigError("it holds several items: give each as an item of its own")
             cut = table.split(item, most_pieces) if table.split and most_pieces > 1 else [item]
             for piece in cut:
                 length = length_of(piece)
@@ -285,8 +285,9 @@ def prepare(
                     tensors = [x for x in piece.values() if isinstance(x, Tensor)]
                     parcels.append(Parcel((), (), sum(x.nbytes for x in tensors)))
         except Exception as error:
-            text = str(error) if isinstance(error, ConfigError) else repr(error)
-            raise ConfigError(f"item {place}: {text}") from error
+            is_ours = isinstance(error, ConfigError)
+            text = str(error) if is_ours else repr(error)
+            raise ConfigError(f"item {place}: {text}") from None if is_ours else error
         pieces += cut
         counts.append(len(cut))
     num_bytes = [piece.num_bytes for piece in parcels]

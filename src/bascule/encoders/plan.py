@@ -14,6 +14,7 @@ from bascule.plan.metrics import imbalance
 from bascule.plan.offer import Offer
 from bascule.plan.plan import weigh
 from bascule.plan.solver.solve import assign
+from bascule.quantities import count, num_bytes, number, seconds
 
 Moves = tuple[Ints, Ints, Ints]
 """Ids of items that move, their source ranks, and their destination ranks: (n,) each."""
@@ -61,16 +62,14 @@ class Encoding:
     def __str__(self) -> str:
         priced = ""
         if self.gain_s is not None and self.exchange_s is not None:
-            takes = f"{self.exchange_bytes / 1e6:.3g} MB take {1e3 * self.exchange_s:.3g} ms"
-            priced = f"{takes} and save {1e3 * self.gain_s:.3g} ms"
+            sending, took = num_bytes(self.exchange_bytes), seconds(self.exchange_s)
+            priced = f"sending {sending} costs {took} to save {seconds(self.gain_s)}"
         if self.num_moved:
-            moved = f"{self.num_moved} of {self.num_items} items moved"
-            text = f"{moved}: imbalance {self.balanced:.2f} instead of {self.loaded:.2f}"
+            moved = f"{number(self.num_moved)} of {count(self.num_items, 'item')} moved"
+            text = f"{moved}: imbalance {number(self.balanced)} instead of {number(self.loaded)}"
             return f"{text}; {priced}" if priced else text
-        why = f"at the imbalance of {self.loaded:.2f} as given, {priced}"
-        if not priced:
-            why = f"no plan gains enough over the imbalance of {self.loaded:.2f} as given"
-        return f"none of {self.num_items} items moved: {why}"
+        why = f"imbalance {number(self.loaded)} as given; {priced or 'no plan gains enough'}"
+        return f"none of {count(self.num_items, 'item')} moved: {why}"
 
 
 @dataclass(frozen=True, eq=False)

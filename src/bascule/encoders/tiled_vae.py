@@ -38,7 +38,7 @@ class InPlace:
         if not names:
             raise ConfigError(
                 f"a {type(pipeline).__name__} does not have this {type(module).__name__}: "
-                "install in the pipeline whose module it was made with"
+                "install it in the pipeline that its module came from"
             )
         self._pipeline, self._name, self._module = pipeline, names[0], module
         cls = type(module)
@@ -67,7 +67,7 @@ class TiledVAE:
             without rows.
 
     Raises:
-        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
+        RemoteConfigError: An argument is wrong on a rank; all ranks raise it.
         CommError: Ranks disagree, or one is gone.
     """
 
@@ -181,7 +181,7 @@ def settings_of(calls: nn.Module) -> str:
     parts = getattr(vae, "_modules", {})
     if not hasattr(vae, "use_tiling") or not {"encoder", "decoder"} <= parts.keys():
         raise ConfigError(
-            f"a {name} has no tiles (no use_tiling, encoder and decoder): give a VAE of diffusers "
+            f"a {name} cannot tile (needs use_tiling, encoder, decoder): give a VAE of diffusers "
             "that has enable_tiling, or encode whole images with BalancedEncoder"
         )
     sizes = {key: value for key, value in vars(vae).items() if key.startswith(("tile_", "use_f"))}
@@ -193,8 +193,8 @@ def settings_of(calls: nn.Module) -> str:
         least = sizes.get(key.replace("_stride_", "_min_"), size)
         if size > least:
             raise ConfigError(
-                f"{key} of the {name} is {size}, more than its tiles of {least}: choose a smaller "
-                "stride in enable_tiling"
+                f"{key} of the {name} is {size}, more than its tile size {least}: give "
+                "enable_tiling a smaller stride"
             )
     config = {k: v for k, v in vae.config.items() if not k.startswith(("_", "latents_"))}
     return f"{name} with {sizes}, {dict(sorted(config.items()))}"
@@ -247,7 +247,7 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
     for x in tensors.values():
         if not x.numel():
             raise ConfigError(
-                f"a tile of shape {tuple(x.shape)} is empty: its sizes do not fit this model; "
+                f"a tile of shape {tuple(x.shape)} is empty: the tile sizes do not fit this model: "
                 "choose larger ones in enable_tiling"
             )
     return {"part": part, "calls": plain, **tensors}

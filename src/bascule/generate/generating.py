@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from PIL import Image
 from bascule.errors import ConfigError
 from bascule.generate import tiny
 from bascule.generate.options import IMAGE, Prompt, read_picture, variant_of
+from bascule.quantities import seconds
 from bascule.workload.tables import load_av
 
 _ARGUMENTS = {"frames": "num_frames", "steps": "num_inference_steps"}  # by field of a `Prompt`
@@ -35,11 +37,15 @@ def load_pipeline(
     def load(diffusers: Any, transformers: Any) -> Any:
         transformers.logging.set_verbosity_error()  # advice to install unused packages
         if model in (tiny.TINY, tiny.TINY_WAN):
-            return tiny.pipeline(diffusers, transformers, model).to(dtype)
+            made = tiny.pipeline(diffusers, transformers, model)
+            return made if dtype == torch.float32 else made.to(dtype)  # diffusers warns of `to`
         settings: Any = {"torch_dtype": dtype, "variant": variant_of(model, variant)}
         return diffusers.DiffusionPipeline.from_pretrained(model, local_files_only=True, **settings)
 
+    begin_s = time.monotonic()
+    _log.info("loading %s ..", model)
     pipeline = tiny.load(f"--model {model}", load, "diffusers", "transformers").to(device)
+    _log.info("loaded %s in %s", model, seconds(time.monotonic() - begin_s))
     if {"audio_vae", "vocoder"} & pipeline.components.keys() and os.environ.get("RANK", "0") == "0":
         _log.warning("%s makes sound, which is not written", type(pipeline).__name__)
     return pipeline
@@ -50,11 +56,11 @@ def enable_tiles(pipeline: Any) -> None:
     vae: Any = getattr(pipeline, "vae", None)
     try:
         vae.enable_tiling()
-    except (AttributeError, NotImplementedError) as error:  # diffusers has both
+    except (AttributeError, NotImplementedError):  # diffusers has both
         what = "this pipeline has no VAE"
         if vae is not None:
             what = f"the {type(vae).__name__} of this pipeline has no tiles"
-        raise ConfigError(f"--tiles: {what}: leave it out") from error
+        raise ConfigError(f"--tiles: {what}: leave it out") from None
 
 
 def _multiple_of(pipeline: Any) -> int:
@@ -83,10 +89,11 @@ def check_prompt(
     if "max_area" in takes and len(set(map(bool, sides.values()))) > 1:
         raise ConfigError(f"a {kind} would scale both sides: give width and height, or neither")
     made = {name: side // multiple * multiple or multiple for name, side in sides.items() if side}
+    check_size(prompt, made, rule=f", or another multiple of {multiple}")
     factors = (getattr(pipeline, name, None) for name in _FRAME_FACTORS)
     if prompt.frames is not None and (factor := next(filter(None, factors), 0)):
-        made["frames"] = (prompt.frames - 1) // factor * factor + 1
-    check_size(prompt, made)
+        made = {"frames": (prompt.frames - 1) // factor * factor + 1}
+        check_size(prompt, made, rule=f", or 1 more than another multiple of {factor}")
     if (check := getattr(pipeline, "check_inputs", None)) is not None:
         if picture:
             arguments.setdefault("image", Image.new("RGB", (multiple, multiple)))
@@ -94,17 +101,17 @@ def check_prompt(
         try:
             check(**{name: values.get(name) for name in inspect.signature(check).parameters})
         except ValueError as error:
-            raise ConfigError(f"a {kind} refuses it: {error}") from error
+            raise ConfigError(f"a {kind} refuses it: {error}") from None
         except Exception:  # the check reads what the call itself makes first
             return
 
 
-def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "") -> None:
-    """Refuse a prompt if the sizes that the pipeline makes are not those that it asks for."""
+def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "", rule: str = "") -> None:
+    """Refuse a prompt if the pipeline makes other sizes; `rule` says what else it makes."""
     for name, size in made.items():
         if (asked := getattr(prompt, name)) not in (None, size):
             what = f"{where}{name} is {asked}"
-            raise ConfigError(f"{what}, and this pipeline makes it {size}: give {size}")
+            raise ConfigError(f"{what}, and this pipeline makes it {size}: give {size}{rule}")
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
@@ -172,7 +179,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path.name} cannot be written: {reason}") from error
+        raise ConfigError(f"{path.name} cannot be written: {reason}") from None
 
 
 def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:

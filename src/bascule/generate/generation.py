@@ -1,6 +1,7 @@
 """Outputs of a list of prompts, made by all ranks of a job; each once, whole or not at all."""
 
 import inspect
+import logging
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bascule import quantities
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import member_of, resolve
@@ -49,6 +51,7 @@ class Generation(Sink):
     def __init__(self, options: GenerateOptions, device: torch.device) -> None:
         self._options = options
         self.prompts = read_prompts(options)
+        self._where = "prompt {}: " if len(self.prompts) > 1 else ""
         dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
         self._settings = options.settings | {"dtype": dtype}
         pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
@@ -62,7 +65,7 @@ class Generation(Sink):
             try:
                 check_prompt(pipeline, prompt, self._takes, picture=picture)
             except ConfigError as error:
-                raise ConfigError(f"prompt {place + 1}: {error}") from error
+                raise ConfigError(f"{self._where.format(place + 1)}{error}") from None
         if options.tiles:
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
@@ -171,7 +174,7 @@ class Generation(Sink):
         """Stop the run if a prompt failed."""
         if state == "failed":
             place = self.names.index(task.id)
-            error = ConfigError(f"prompt {place + 1}: the pipeline fails with {reason}")
+            error = ConfigError(f"{self._where.format(place + 1)}the pipeline fails with {reason}")
             self._error = self._error or error
             self._scheduler.close()
 
@@ -182,7 +185,7 @@ class Generation(Sink):
             frames = output[0] if task.id.endswith(VIDEO) else output[:1]
             width, height = frames[0].size
             sizes = {"width": width, "height": height, "frames": len(frames)}
-            check_size(task.prompt, sizes, f"prompt {place + 1}: ")
+            check_size(task.prompt, sizes, self._where.format(place + 1))
             seconds = {"encode": task.encoding_s, "denoise": task.denoising_s}
             seconds["decode"] = task.last.seconds if task.last is not None else 0.0
             record = {"file": task.id, **self._settings, **asdict(task.prompt), "seconds": seconds}
@@ -190,6 +193,8 @@ class Generation(Sink):
             write_record(path.with_suffix(".json"), record)
             write_media(path, frames, self._options.fps)
             self._records.append(record)
+            took = quantities.seconds(sum(seconds.values()))
+            logging.getLogger(__name__).info("%s is done after %s", task.id, took)
         except Exception as error:
             self._error = self._error or error
             return repr(error)

@@ -38,33 +38,33 @@ class GenerateOptions(Outputs, RankOptions):
 
     Attributes:
         model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
-        variant: Of the folder's weights, such as fp16; found by itself if there are no others.
-        prompt: Text of an output, once or several times.
-        prompts: File of prompts: one a line, or JSON objects (.jsonl) with "prompt" and other
+        variant: Variant of the weights, such as fp16. By default the only one of the folder.
+        prompt: Text of an output. Give the option once per output.
+        prompts: File of prompts: one per line, or JSON objects (.jsonl) with "prompt" and other
             options: "image" (a path from the file's folder), "negative_prompt", "width", "height",
             "frames", "steps", "guidance", "seed".
-        image: Picture that outputs are made from, where the pipeline takes one; "" for none.
-        negative_prompt: Text to keep away from, where the pipeline guides with it.
-        width: Pixels; the pipeline's default if not given, and 256 of a tiny one.
-        height: Pixels; as for the width.
-        frames: Frames of a video; the pipeline's default if not given, and 9 of a tiny one.
-        steps: Denoising steps; the pipeline's default if not given, and 4 of a tiny one.
-        guidance: Strength of a prompt; the pipeline's default if not given.
-        seed: Seed of the first prompt; the next ones get the numbers after it.
+        image: Picture to begin with, if the pipeline takes one; "" for none.
+        negative_prompt: What an output should not show, if the pipeline uses guidance.
+        width: Pixels of an output's width. By default the pipeline decides; tiny ones take 256.
+        height: Pixels of an output's height. By default the pipeline decides; tiny ones take 256.
+        frames: Frames of a video. By default the pipeline decides; tiny-wan takes 9.
+        steps: Denoising steps. By default the pipeline decides; tiny ones take 4.
+        guidance: How strongly an output follows its prompt. By default the pipeline decides.
+        seed: Seed of the first prompt. Each following prompt gets the next number.
         out: Folder for the images (PNG) and videos (MP4).
-        fps: Frames a second of a video.
-        ulysses: Ranks that share heads. Without this and the next three, prompts change ranks.
+        fps: Frames per second of a video.
+        ulysses: Ranks that share heads. Without this and the next three options, prompts move.
         ring: Ranks that pass keys and values around.
-        guidance_ranks: Groups of ranks that share guidance branches.
+        guidance_ranks: Groups of ranks that compute different guidance branches.
         replicas: Groups of ranks that take different prompts.
-        longest_ring: Most ranks of a ring, where prompts change ranks.
-        sparse: Share of the keys that attention computes, by blocks of 64 tokens with the highest
-            products of means (`SparseConfig`'s keep); this changes pixels. Default: all.
-        wire: Send attention's rows between ranks at 8 bits; this changes pixels a little.
-        tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
-        compile: Compile the transformers; each prompt then keeps its ranks.
-        dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
-        timeout_s: Longest wait of ranks that share a prompt, in seconds.
+        longest_ring: Most ranks in a ring, where prompts change ranks.
+        sparse: Share of the keys that attention computes, in blocks of 64 tokens with the largest
+            products of mean queries and keys. It changes pixels. Default: all.
+        wire: Format of 8 bits in which ranks send rows of attention. It changes pixels slightly.
+        tiles: Let the VAE work in tiles, which ranks share. It changes pixels slightly.
+        compile: Compile the transformers. Each prompt then keeps its ranks.
+        dtype: Data type of the weights. By default bfloat16 on GPUs and float32 on CPUs.
+        timeout_s: Seconds after which ranks that share a prompt stop waiting for each other.
     """
 
     model: Annotated[str, Group("Pipeline")] = TINY
@@ -199,7 +199,7 @@ def read_picture(path: str) -> Any:
             return ImageOps.exif_transpose(opened).convert("RGB")
     except Exception as error:  # PIL raises anything on damaged files
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"image {path}: cannot be read as a picture: {reason}") from error
+        raise ConfigError(f"image {path}: cannot be read as a picture: {reason}") from None
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
@@ -250,5 +250,5 @@ def _prompt(where: str, settings: dict[str, Any]) -> Prompt:
         if prompt.image:
             read_picture(prompt.image)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from None
     return prompt

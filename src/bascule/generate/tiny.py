@@ -25,13 +25,13 @@ def load(what: str, make: Callable[..., _Made], *libraries: str) -> _Made:
         extras = ",".join(libraries)
         raise ConfigError(
             f"{what}: {error.name} is not installed: pip install 'bascule[{extras}]'"
-        ) from error
+        ) from None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of random weights
             return make(*modules)
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error
+        raise ConfigError(f"{what}: {error}") from None
     except Exception as error:  # loaders raise anything on damaged files
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"{what}: cannot be loaded: {reason}") from error

@@ -29,6 +29,7 @@ from bascule.errors import ConfigError
 from bascule.files import parse_json, read_lines, to_path
 from bascule.machine.calibration import BACKWARD, PASSES, RECOMPUTE, Calibration, built
 from bascule.machine.costs import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate, in_bag
+from bascule.quantities import amount
 
 BYTES_PER_VALUE = 2
 """Activations travel as bf16."""
@@ -126,8 +127,8 @@ class Seconds:
             "launches": self.launch_s,
             "waiting": self.waiting_s,
         }
-        shares = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts.items())
-        return f"{self.total * 1e3:.3g} ms ({shares})"
+        shares = ", ".join(f"{name} {amount(float(part), 's')}" for name, part in parts.items())
+        return f"{amount(float(self.total), 's')} ({shares})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +341,8 @@ def _of_datasheet(
         "memory_bytes": memory_gb * 1e9,
         "launch_s": 10e-6,
         "peak_flops_per_s": peak_tflops * 1e12,
-        "note": f"55 % of the peak of {peak_tflops:g} TFLOP/s in bf16, 40 % of {link}'s "
-        f"{link_gbs:g} GB/s a direction, half of a link of 400 Gb/s; launches guessed",
+        "note": f"55 % of the peak of {amount(peak_tflops * 1e12, 'FLOP/s')}, 40 % of {link}'s "
+        f"{amount(link_gbs * 1e9, 'B/s')} per direction, half of a 400 Gb/s link; launches guessed",
     }
 
 
@@ -447,7 +448,7 @@ class HardwareProfile:
             is_same = math.isclose(value, measured, rel_tol=1e-6)  # rounding, in a file
             if name in self.calibration.measured and not is_same:  # costs follow from the curves
                 raise ConfigError(
-                    f"HardwareProfile({name}={value:g}): its calibration measured {measured:g}; to "
+                    f"HardwareProfile({name}={value}): its calibration measured {measured}; to "
                     'give a number of your own, take "calibration" out and say source="given"'
                 )
 
@@ -455,14 +456,14 @@ class HardwareProfile:
         """Return one line: the numbers, and whether anybody measured them."""
         made, parts = self.calibration, list[str]()
         for name, unit, text in (
-            ("matmul_flops_per_s", 1e12, "TFLOP/s"),
-            ("intra_bytes_per_s", 1e9, "GB/s in a node"),
-            ("inter_bytes_per_s", 1e9, "GB/s between nodes"),
-            ("launch_s", 1e-6, "us a launch"),
+            ("matmul_flops_per_s", "FLOP/s", ""),
+            ("intra_bytes_per_s", "B/s", " in a node"),
+            ("inter_bytes_per_s", "B/s", " between nodes"),
+            ("launch_s", "s", " per launch"),
         ):
             if (value := getattr(self, name)) is not None:
                 is_known = made is None or name in made.measured
-                parts.append(f"{value / unit:.4g} {text}{'' if is_known else ' (not measured)'}")
+                parts.append(f"{amount(value, unit)}{text}{'' if is_known else ' (not measured)'}")
         return f"{self.device}: {', '.join(parts) or 'no numbers'}; {self.provenance}"
 
     @property
@@ -532,7 +533,7 @@ class HardwareProfile:
         try:
             to_path(path).write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot write {path}: {error}") from error
+            raise ConfigError(f"cannot write {path}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -560,7 +561,7 @@ class HardwareProfile:
                 values["calibration"] = Calibration.of_dict(values["calibration"])
             return built(cls, values)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            raise ConfigError(f"{name}: {error}") from None
 
 
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from bascule.arrays import Floats
 from bascule.checks import called, fields, floats, function, number, rate, whole
 from bascule.errors import ConfigError
+from bascule.quantities import amount, count
 
 FLOPS_PER_UNIT = 1e12
 
@@ -126,7 +127,8 @@ class TransformerCost:
     @property
     def shape(self) -> str:
         """The model in words, for wherever its numbers appear."""
-        return f"width {self.d_model}, {self.num_layers} layers, gamma {self.gamma:.3g}"
+        layers, gamma = count(self.num_layers, "layer"), amount(self.gamma, "")
+        return f"width {self.d_model}, {layers}, gamma {gamma}"
 
     def seconds(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
         """Return forward seconds of sequences on a device that was measured."""

@@ -17,6 +17,7 @@ from bascule.checks import MAX_NUMBER, check_lengths, floats, listed
 from bascule.errors import ConfigError
 from bascule.machine.calibration import NUM_COEFFICIENTS, Fit, is_held_out
 from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
+from bascule.quantities import amount, percent
 
 CONFIDENCE = 0.95
 """Confidence of the intervals; errors are half their width."""
@@ -157,8 +158,8 @@ def _latencies(
         )
     if not (_is_time(tokens) & _is_time(latency)).all():
         raise ConfigError(
-            f"{what}: lengths and seconds must be positive and finite, at most {MAX_NUMBER:g}: "
-            "leave the measurement out"
+            f"{what}: lengths and seconds must be positive and finite, at most "
+            f"{amount(MAX_NUMBER, '')}: leave the measurement out"
         )
     return tokens, latency
 
@@ -288,10 +289,10 @@ def fit_iterations(
     )
     if fit.loo_error > max_loo_error:
         raise ConfigError(
-            "fit_iterations: the lengths do not explain the seconds: the error with which "
-            f"{fit.num_observations} measurements predict each other is {fit.loo_error:.1%}, and "
-            f"the limit is {max_loo_error:.0%}; check that lengths and seconds are of the same "
-            "steps and that timers wait for the device, or measure more iterations"
+            "fit_iterations: the lengths do not explain the seconds: a fit to all but one of "
+            f"{fit.num_observations} measurements misses that one by {percent(fit.loo_error)} on "
+            f"average, and the limit is {percent(max_loo_error)}; check that lengths and seconds "
+            "are of the same steps and that timers wait for the device, or measure more iterations"
         )
     quadratic, linear, constant, overhead = best.coefs.tolist()
     return PolynomialCost(quadratic, linear, constant, overhead, fit=fit)
@@ -442,7 +443,7 @@ def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
         try:
             counts, lens = check_lengths(per_rank, num_ranks)
         except ConfigError as error:
-            raise ConfigError(f"fit_iterations: iteration {iteration}: {error}") from error
+            raise ConfigError(f"fit_iterations: iteration {iteration}: {error}") from None
         tokens = lens.astype(np.float64)  # the square of 65,536 tokens is 0 as an int32
         rank_of = np.repeat(np.arange(num_ranks), counts)
         for term, values in enumerate((tokens**2, tokens, None)):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from bascule.checks import MAX_RANKS, fields, of_type, whole
 from bascule.errors import ConfigError
 from bascule.machine.cluster import BagShape, HardwareProfile, Work
+from bascule.quantities import seconds
 
 _RULE = (
     "guidance groups first, which exchange nothing in a layer; then Ulysses ranks up to the heads "
@@ -59,7 +60,7 @@ class MeshChoice:
         lines = [f"{self.chosen}: {self.reason}"]
         for mesh in self.meshes:
             if mesh.seconds is not None:
-                lines.append(f"  {mesh}: {mesh.seconds * 1e3:.3g} ms a step")
+                lines.append(f"  {mesh}: {seconds(mesh.seconds)} per step")
         return "\n".join(lines)
 
 

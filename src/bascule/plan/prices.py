@@ -20,6 +20,7 @@ from bascule.plan.limits import Limits
 from bascule.plan.offer import Offer
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.topology import Topology
+from bascule.quantities import number
 
 _SLOWEST = 1e-3  # least speed of a rank that is not broken; 1 / _SLOWEST is the highest
 
@@ -50,8 +51,8 @@ class RankState:
             is_legal = ((fast >= _SLOWEST) & (fast <= 1 / _SLOWEST)).all()
             if fast.size != num_ranks or not is_legal:
                 raise ConfigError(
-                    f"speeds={shown(fast.tolist())}: give one from {_SLOWEST} to {1 / _SLOWEST:g} "
-                    f"for each of the {num_ranks} ranks; 1 is the speed that the cost model knows"
+                    f"speeds={shown(fast.tolist())}: give one for each of the {num_ranks} ranks, "
+                    f"{_SLOWEST} to {number(1 / _SLOWEST)}, where 1 is the cost model's speed"
                 )
         return cls(carried, fast)
 

@@ -25,6 +25,7 @@ from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Assignment
 from bascule.plan.topology import Topology
+from bascule.quantities import number
 
 _UNIT_RANKS = 32  # most ranks in a unit of several nodes
 _MAX_SOLVED = 8  # most candidates that the solver plans, for a batch and for a ranking
@@ -152,7 +153,7 @@ def _reason(
 ) -> str:
     """Name the sequences on bags of a size that end too late on the next smaller one."""
     if size == 1:
-        return "g1: pays for no wires"
+        return "g1: single ranks, no communication"
     smaller, forced = size // 2, list[int]()
     (bag,) = _kinds([smaller], cost, cluster)
     for batch, decision in zip(batches, decisions, strict=True):
@@ -160,12 +161,12 @@ def _reason(
         each = cluster.sequence_seconds(cost, bag, lens)
         taken = (each.compute_s + each.heads_s + each.ring_s) / smaller
         forced += lens[taken > decision.makespan].tolist()
+    ranks = "1 rank" if smaller == 1 else f"{smaller} ranks"
     if not forced:
-        return f"g{size}: no sequence needs it; it evens out loads"
-    return (
-        f"g{size}: {len(forced) / len(batches):.1f} sequences a batch, of {min(forced):,} to "
-        f"{max(forced):,} tokens, end too late on {smaller} rank{'s' if smaller > 1 else ''}"
-    )
+        return f"g{size}: no sequence needs more than {ranks}; it evens out loads"
+    often = number(len(forced) / len(batches))
+    lens = " to ".join(f"{length:,}" for length in sorted({min(forced), max(forced)}))
+    return f"g{size}: sequences of {lens} tokens ({often} per batch) would end too late on {ranks}"
 
 
 def choose_topology(

@@ -76,10 +76,12 @@ class Door:
             ("GET", "/v1/requests", self._list),
             ("GET", "/v1/requests/{request_id}", self._get),
             ("DELETE", "/v1/requests/{request_id}", self._delete),
+            ("POST", "/v1/requests/{request_id}/cancel", self._cancel),
             ("GET", "/v1/requests/{request_id}/events", self._events),
             ("GET", "/v1/requests/{request_id}/content", self._content),
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._show_metrics),
+            ("GET", "/docs", self._page),
             ("GET", "/", self._page),
         ):
             app.add_api_route(path, handler, methods=[method], response_model=None)
@@ -256,6 +258,7 @@ class Door:
 
     async def _list(self) -> Any:
         rows = _list_of(map(_row, await self._call(self._service.statuses)))
+        rows |= {"kind": self._service.kind, "takes_image": self._service.takes_image}
         return rows | {"model": self._options.model_name, "num_ranks": self._service.num_ranks}
 
     async def _get(self, request_id: str) -> Any:
@@ -263,6 +266,9 @@ class Door:
 
     async def _delete(self, request_id: str) -> Any:
         return _row(await self._call(self._service.delete, request_id))
+
+    async def _cancel(self, request_id: str) -> Any:
+        return _row(await self._call(self._service.cancel, request_id))
 
     async def _content(self, request_id: str) -> Any:
         path = await self._result(await self._call(self._service.status, request_id))

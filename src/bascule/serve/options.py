@@ -1,6 +1,7 @@
 """Options of `bascule serve`. Imports no torch."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from bascule.files import read_lines
 from bascule.generate.options import check_model
 from bascule.generate.tiny import TINY
 from bascule.options import Group, NewFolder, Range, RankOptions
+from bascule.plan.requests import SERVED, Policy, Request, policy_of
 
 _SHORTEST_KEY = 16
 
@@ -38,6 +40,8 @@ class ServeOptions(RankOptions):
         max_body_bytes: Bytes of the body of a call.
         max_images: Images of a call.
         degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
+        policy: Rule that decides which request runs next, on how many ranks: balanced, greedy,
+            fifo, sjf, srtf, or sjf:4 for four ranks per request. simulate-requests compares them.
         fps: Frames a second of a video.
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
     """
@@ -58,6 +62,7 @@ class ServeOptions(RankOptions):
     max_body_bytes: Annotated[int, Range(10**3, 2**30)] = 2**25
     max_images: Annotated[int, Range(1, 1000)] = 8
     degrees: Annotated[tuple[int, ...], Group("Ranks")] = ()
+    policy: str = SERVED
     fps: Annotated[int, Range(1, 1000), Group("Pipeline")] = 16
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
@@ -91,6 +96,11 @@ class ServeOptions(RankOptions):
             )
         return lines[0].encode()
 
+    def make_policy(self, degrees: Sequence[int]) -> Policy:
+        """Return a new policy for allowed degrees; ConfigError if it is not known or not legal."""
+        request = Request(step_s=dict.fromkeys(degrees, 1.0), steps=1)
+        return policy_of(self.policy, [request], max(degrees))
+
     def check(self) -> None:
         """Refuse settings that no rank could serve."""
         check_model(self.model, self.variant)
@@ -98,6 +108,7 @@ class ServeOptions(RankOptions):
         for degree in self.degrees:
             if degree < 1 or degree & (degree - 1):
                 raise ConfigError(f"--degrees {degree}: give powers of two: 1, 2, 4, ..")
+        self.make_policy(self.degrees or [1 << k for k in range(15)])
         for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
             if find_spec(name) is None:
                 raise ConfigError(f"{name} is not installed: pip install 'bascule[serve]'")

@@ -22,6 +22,7 @@ from bascule.errors import ConfigError
 from bascule.generate.generating import arguments_of, check_prompt, write_media
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Policy
+from bascule.quantities import seconds
 from bascule.serve.jobs import Jobs, Sink
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
@@ -91,6 +92,7 @@ class Service(Sink):
         self._error: Exception | None = None  # of the thread
         self._unwritten: dict[str, Status] = {}  # ends that the disk did not store
         self._numbers, self._sweep_at = count(), 0.0
+        self._ranks: dict[str, set[int]] = {}  # that a request had
         self._scheduler = Scheduler(orders, policy, times)
         self._jobs = Jobs(self._scheduler, self)
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
@@ -118,6 +120,7 @@ class Service(Sink):
         not their fault. But launchers also stop a job whose rank has died, and then they count.
         """
         with self.lock:
+            logger.info("stopping: running requests end their present step ..")
             self._closed = self._closed or "the server is ending"
             self._scheduler.close()
         if self._orders.are_alive():
@@ -128,6 +131,7 @@ class Service(Sink):
         """Wait for the thread, after the engine's end; raise its error, if it failed."""
         self._thread.join()
         self._spool.close()
+        logger.info("stopped: requests that have not ended go on at the next start")
         if self._error is not None:
             raise self._error
 
@@ -250,6 +254,7 @@ class Service(Sink):
 
     def changed(self, task: Task, event: Event | None) -> None:
         """Report a changed request."""
+        self._ranks.setdefault(task.id, set()).update(task.at.ranks if task.at else ())
         if event is not None and event.kind == "done":
             self._forgive(task.id)  # a later death of ranks is not its fault
         if self.on_change is not None:
@@ -322,6 +327,7 @@ class Service(Sink):
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
         """Store the end of a request, and report it."""
         ended_at = status.ended_at or max(status.created_at, time.time())  # clocks are set back
+        ranks = self._ranks.pop(status.id, ()) or status.ranks
         ended = {"state": state, "reason": reason, "ended_at": ended_at}
         status = replace(status, ranks=(), ends_in_s=None, **ended)
         try:
@@ -331,8 +337,10 @@ class Service(Sink):
             self._full = f"the spool takes no ends of requests: {error}"
             return status
         self._unwritten.pop(status.id, None)
-        if state == "failed":
-            logger.warning("request %s failed: %s", status.id, reason.partition("\n")[0])
+        text = f"request {status.id}: {state} after {seconds(ended_at - status.created_at)}"
+        text += f", ranks {' '.join(map(str, sorted(ranks)))}" if ranks else ""
+        level = logging.WARNING if state == "failed" else logging.INFO
+        logger.log(level, "%s%s", text, f": {reason}".partition("\n")[0] if reason else "")
         if self.on_change is not None:
             self.on_change(status)
         return status

@@ -12,7 +12,7 @@ from bascule.comm.agree import agree_on
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import ConfigError
 from bascule.generate.generating import load_pipeline
-from bascule.plan.requests import NEVER, Balanced
+from bascule.plan.requests import NEVER
 from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
@@ -57,7 +57,7 @@ def run_server(
                 pipeline,
                 engine.orders,
                 spool,
-                policy=Balanced(),
+                policy=options.make_policy(degrees),
                 times=Times(pipeline, degrees),
                 most_waiting=options.most_waiting,
                 fps=options.fps,

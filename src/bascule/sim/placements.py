@@ -53,6 +53,26 @@ class Placement:
         return sums[self.topology.bag_of_rank]
 
 
+def split(run: Sequence[Loaded], num_parts: int) -> list[Loaded]:
+    """Let ranks accumulate: deal the samples of each rank over `num_parts` microbatches.
+
+    The longest come first, each to the part of its rank with the fewest tokens, so that parts need
+    little memory and long samples of all ranks meet: ranks wait as little as they can without help.
+    """
+    parts: list[Loaded] = []
+    for loaded in run if num_parts > 1 else ():
+        lens, owner, num_ranks = loaded.batch.lens, loaded.batch.owner, loaded.batch.num_ranks
+        tokens, part_of = np.zeros((num_ranks, num_parts), dtype=np.int64), np.zeros_like(lens)
+        for place in np.argsort(-lens, kind="stable").tolist():
+            part_of[place] = part = tokens[owner[place]].argmin()
+            tokens[owner[place], part] += lens[place]
+        for part in range(num_parts):
+            inside = part_of == part
+            counts = np.bincount(owner[inside], minlength=num_ranks)[None]
+            parts.append(Loaded(Offer.of(counts, lens[inside]), loaded.kinds[inside]))
+    return parts or list(run)
+
+
 Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
 """A function from the microbatches of a run to their placements."""
 

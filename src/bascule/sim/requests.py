@@ -195,12 +195,29 @@ class Row:
     Attributes:
         load: The load, or the requests a second.
         policy: The name of the policy; `BOUND` for what no policy can exceed.
-        figures: Means over seeds of `Served.figures`; of the bound on_time and mean_s alone.
+        by_seed: `Served.figures` of each draw; of the bound on_time and mean_s alone.
     """
 
     load: float
     policy: str
-    figures: dict[str, float]
+    by_seed: Sequence[dict[str, float]]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Average each figure over the draws that have it: one may lack a kind of requests."""
+        names = dict.fromkeys(name for figures in self.by_seed for name in figures)
+        return {
+            name: float(np.mean([figures[name] for figures in self.by_seed if name in figures]))
+            for name in names
+        }
+
+    def difference(self, other: "Row", figure: str) -> float:
+        """Return another policy's figure minus this one's; 0.0 unless each draw shows that."""
+        least = 0.01 if figure.startswith("on_time") else 0.05 * self.figures[figure]
+        pairs = zip(self.by_seed, other.by_seed, strict=True)
+        differences = [b[figure] - a[figure] for a, b in pairs if figure in a]
+        is_clear = min(differences) >= least or max(differences) <= -least
+        return float(np.mean(differences)) if is_clear else 0.0
 
 
 def compare(
@@ -240,7 +257,7 @@ def compare(
             bound = request_bound(due, num_ranks)
             limits = {"on_time": bound.on_time, "mean_s": bound.mean_latency_s}
             figures.setdefault(BOUND, []).append(limits)
-        rows += [Row(load, name, _mean(by_seed)) for name, by_seed in figures.items()]
+        rows += [Row(load, name, by_seed) for name, by_seed in figures.items()]
     return rows
 
 
@@ -249,12 +266,3 @@ def _with_deadline(request: Request, within: float) -> Request:
         return request
     fastest_s = request.seconds(min(request.step_s))
     return replace(request, deadline_s=request.arrival_s + within * fastest_s)
-
-
-def _mean(by_seed: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average each figure over the seeds that have it: a draw may lack a kind of requests."""
-    names = dict.fromkeys(name for figures in by_seed for name in figures)
-    return {
-        name: float(np.mean([figures[name] for figures in by_seed if name in figures]))
-        for name in names
-    }

@@ -1,23 +1,39 @@
 """Results of simulated training, and their report."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from typing import Any
 
 import numpy as np
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Bools, Floats, Ints
 from bascule.checks import choice
 from bascule.machine.cluster import HardwareProfile
 from bascule.machine.costs import TransformerCost
 from bascule.plan import metrics
+from bascule.quantities import Scale, money, num_bytes, number, percent, seconds, times
 from bascule.report.charts import draw_bars
-from bascule.report.page import Fact, Report, Rows, columns
+from bascule.report.page import Fact, Format, Report, Rows
 from bascule.sim.seconds import HIDDEN, KINDS, SimulationOptions
 
 _WIDTH = 120  # of a table as text
-_4G = "{:,.4g}"
+_LITTLE = 0.01  # share of a step's time that is not worth a word
+_LEAST_GAIN = 1.05  # held-out steps of the published table are within 5 %
+_EXCHANGES = ("ulysses", "ring", "routing", "all_gather", "reduce_scatter", "loader")
+_WORDS = {
+    "ulysses": "Ulysses",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "loader": "data loader",
+}
+_OURS, _DEALT = "bascule", ("buckets", "packs")
+_REGROUPS = "changes which samples train together"
+
+_Columns = dict[str, tuple[Format, Callable[["SimulatedRun"], Any]]]
+"""Format, and value of a run, by heading."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +46,23 @@ class SimulatedRun:
     hidden: Floats  # (M, len(HIDDEN), N) seconds of exchanges that no rank waited for
     stage_s: Floats  # (M, len(stages), N) of each encoder; their sum is the kind "encoders"
     tokens: Ints  # (M,) without padding
+    padding: Ints  # (M,) tokens that are computed beside them
+    is_alone: Bools  # (M,) one sequence is nearly all work of the busiest ranks
     flops: Floats  # (M,) of all passes, without padding, attention in full, as KnapFormer, 4.2
     workloads: Floats  # (M, N) cost of each rank by the model: forward, without wires
     activation_bytes: Floats  # (M, N) kept until the backward pass
     peak_flops_per_s: float | None  # of all ranks; None if the profile has none
     stages: tuple[str, ...]  # names of the encoders
+    parts: int = 1  # microbatches into which each given one was cut to fit into the memory
+    given_bytes: float = 0.0  # most activations of a rank in a microbatch as given
+
+    @property
+    def whose(self) -> str:
+        """Who does this: bascule, today's practice, or KnapFormer."""
+        if self.name.startswith("knapsack"):
+            return "KnapFormer"
+        is_theirs = self.name in ("none", "padded") or self.name.startswith(_DEALT)
+        return "today's practice" if is_theirs else _OURS
 
     @property
     def means(self) -> dict[str, float]:
@@ -65,7 +93,7 @@ class SimulatedRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens in a second, over all ranks."""
+        """Tokens per second, over all ranks."""
         return float(self.tokens.sum() / self.microbatch_s.sum())
 
     @property
@@ -106,6 +134,10 @@ class SimulatedRun:
             "hfu": self.hfu,
             "idle_share": self.idle_share,
             "activation_bytes": self.most_activation_bytes,
+            "given_activation_bytes": self.given_bytes,
+            "parts": self.parts,
+            "whose": self.whose,
+            "why": _why(self),
             "seconds": dict(zip(KINDS, self._mean(self.seconds), strict=True)),
             "hidden_seconds": dict(zip(HIDDEN, self._mean(self.hidden), strict=True)),
             "stages": {
@@ -117,7 +149,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
-    """Runs of the same data under each policy, which are compared with the first run."""
+    """Runs of the same data under each policy, compared with the first run that fits."""
 
     profile: HardwareProfile
     runs: tuple[SimulatedRun, ...]
@@ -136,113 +168,187 @@ class SimulationResult:
         """Parameters of the model."""
         return self.options.sharding.params_of(self.model)
 
-    def speedup(self, run: SimulatedRun) -> float:
-        """Return a run's tokens a second over those of the first run."""
-        return run.tokens_per_s / self.runs[0].tokens_per_s
-
-    def gpu_hours(self, run: SimulatedRun) -> float:
-        """Return GPU-hours for the tokens on which the first run trains in `train_steps`."""
-        seconds = self.options.train_steps * self.runs[0].fbl_s / self.speedup(run)
-        return seconds * self.num_ranks / 3600
-
-    def saved_gpu_hours(self, run: SimulatedRun) -> float:
-        """Return the GPU-hours that a run saves against the first run."""
-        return self.gpu_hours(self.runs[0]) - self.gpu_hours(run)
-
-    def saved_money(self, run: SimulatedRun) -> float | None:
-        """Return the price of these hours; None if it is not known."""
-        price = self.options.gpu_hour_price
-        return None if price is None else self.saved_gpu_hours(run) * price
-
     def fits(self, run: SimulatedRun) -> bool | None:
         """Return whether activations alone fit into a rank's memory; None if that is not known."""
         memory = self.profile.memory_bytes
         return None if memory is None else run.most_activation_bytes <= memory
 
     @property
+    def reference(self) -> SimulatedRun | None:
+        """The run that others are compared with: the first that fits; None if none does."""
+        return next((run for run in self.runs if self.fits(run) is not False), None)
+
+    def fastest(self, whose: str = "") -> SimulatedRun | None:
+        """Return the fastest run that fits, of bascule or of all, but for the reference."""
+        fitting = [run for run in self.runs if self.fits(run) is not False and whose in run.whose]
+        fitting = [run for run in fitting if run is not self.reference]
+        return max(fitting, key=lambda run: run.tokens_per_s, default=None)
+
+    def speedup(self, run: SimulatedRun) -> float | None:
+        """Return a run's tokens per second over the reference's; None if it does not fit."""
+        if self.reference is None or self.fits(run) is False:
+            return None
+        return run.tokens_per_s / self.reference.tokens_per_s
+
+    def gpu_hours(self, run: SimulatedRun) -> float | None:
+        """Return GPU-hours for the tokens of `train_steps` steps; None if the run does not fit."""
+        first = self.runs[0]
+        tokens = float(first.tokens.mean()) * first.accumulate * self.options.train_steps
+        hours = tokens / run.tokens_per_s * self.num_ranks / 3600
+        return None if self.fits(run) is False else hours
+
+    def saved_gpu_hours(self, run: SimulatedRun) -> float | None:
+        """Return the GPU-hours that a run saves against the reference; None if it does not fit."""
+        ratio, hours = self.speedup(run), self.gpu_hours(run)
+        return None if ratio is None or hours is None else hours * ratio - hours
+
+    def saved_money(self, run: SimulatedRun) -> float | None:
+        """Return the price of these hours; None if it is not known."""
+        price, hours = self.options.gpu_hour_price, self.saved_gpu_hours(run)
+        return None if price is None or hours is None else hours * price
+
+    def label(self, run: SimulatedRun) -> str:
+        """Name a run, with the parts of a microbatch that it computes one after another to fit."""
+        if self.fits(run) is False:
+            return f"{run.name}, does not fit"
+        return run.name if run.parts == 1 else f"{run.name}, {run.parts} parts"
+
+    @property
     def warnings(self) -> list[str]:
-        """A sentence on the runs that exceed the memory and on what would help, if any do."""
-        memory = self.profile.memory_bytes
-        large = [run for run in self.runs if self.fits(run) is False]
-        if memory is None or not large:
+        """A sentence on the runs that exceed the memory as given, if any do, and what helps."""
+        memory = self.profile.memory_bytes or math.inf
+        large = [run for run in self.runs if run.given_bytes > memory]
+        if not large:
             return []
-        fitting = ", ".join(run.name for run in self.runs if self.fits(run))
+        needs = ", ".join(f"{num_bytes(run.given_bytes)} in {run.name}" for run in large)
         return [
-            f"{', '.join(run.name for run in large)}: the activations of a rank, up to "
-            f"{max(run.most_activation_bytes for run in large) / 1e9:.4g} GB, exceed its memory of "
-            f"{memory / 1e9:.4g} GB ({self.profile.provenance_of('memory_bytes')}), so this would "
-            "not run: give a rank fewer samples at once, and accumulate them; or larger bags, "
-            "whose ranks share each sequence; or --kb-per-token, if a token of yours holds less"
-            + (f"; {fitting} would fit" if fitting else "")
+            f"as given, activations of a rank exceed its memory of {num_bytes(memory)} "
+            f"({self.profile.provenance_of('memory_bytes')}): {needs}. Give a rank fewer samples "
+            "at once, and accumulate them, as the rows in parts do; or use larger bags, whose "
+            "ranks share each sequence; or set --kb-per-token if your activations are smaller"
         ]
+
+    @property
+    def answer(self) -> str:
+        """Say what is done now, and what bascule would make of it."""
+        first, reference, fastest = self.runs[0], self.reference, self.fastest()
+        best, waits = self.fastest(_OURS) or fastest, percent(first.idle_share)
+        needs = f"What you do now ({first.name}) needs {num_bytes(first.given_bytes)} of "
+        needs += f"{num_bytes(self.profile.memory_bytes)} of memory"
+        if reference is None:
+            return f"{needs}. Nothing here fits, even with one sample per rank at a time."
+        keep = "Leave it as it is: " if first is reference else ""
+        now = f"What you do now ({first.name}) leaves ranks waiting {waits} of the time."
+        if first is not reference:
+            now = f"{needs}, and does not fit with one sample at a time either. "
+            now += f"Speed-ups are over {self.label(reference)}, the first row that fits."
+        elif first.parts > 1:
+            now = f"{needs}; with its samples in {first.accumulate} microbatches it fits, and "
+            now += f"ranks wait {waits} of the time."
+        if best is None or fastest is None:
+            return f"{now} Nothing here is faster{keep and ': leave it as it is'}."
+        ratio = best.tokens_per_s / reference.tokens_per_s
+        who = f"bascule ({self.label(best)})" if best.whose == _OURS else self.label(best)
+        gain = f"{who} is {times(ratio)} as fast"
+        if ratio < _LEAST_GAIN:
+            gain = f"{keep}{gain}{', and the simulation may be off by 5 %' * (ratio > 1)}."
+        else:
+            gain += f", which saves {number(self.saved_gpu_hours(best))} of "
+            gain += f"{number(self.gpu_hours(reference))} GPU-hours"
+            if (pay := self.saved_money(best)) is not None:
+                gain += f" ({money(pay, self.options.currency)})"
+            gain += f" in {self.options.period}."
+        if (rival := times(self.speedup(fastest))) != times(ratio):
+            gain += f" {self.label(fastest)} is {rival} as fast, without bascule"
+            gain += f", and {_REGROUPS}" * fastest.name.startswith(_DEALT) + "."
+        return f"{now} {gain}"
 
     def to_report(self) -> Report:
         """Return a report of what each policy takes."""
-        runs, first = self.runs, self.runs[0]
-        fitting, options = [run for run in runs if self.fits(run) is not False], self.options
-        best = max(fitting or runs, key=lambda run: run.tokens_per_s)
-        ratio, price = self.speedup(best), options.gpu_hour_price
-        money = (
-            () if price is None else (Fact("saved_money", "worth", self.saved_money(best), _4G),)
-        )
-        kinds = [name for name in first.means if any(run.means[name] > 0 for run in runs)]
+        runs, options, period = self.runs, self.options, self.options.period
+        best = self.fastest(_OURS) or self.fastest() or self.reference or runs[0]
+        kinds = [name for name in runs[0].means if any(run.means[name] > 0 for run in runs)]
         # Steps that hold a million tokens, by run.
         steps = [run.tokens.size / run.accumulate / run.tokens.sum() * 1e6 for run in runs]
-        answer = f"{best.name}: {ratio:.2f}x the tokens a second of what you do now, {first.name}."
-        if best is first:
-            answer = f"Nothing here is faster than what you do now, {first.name}."
-        if not fitting:
-            answer = f"Nothing here fits into the memory of a rank. If it did: {answer}"
+        step = Scale.of([run.fbl_s for run in runs], "s")
+        memory = Scale.of([run.most_activation_bytes for run in runs], "B")
+        against = "nothing that fits" if self.reference is None else self.label(self.reference)
+        against = f"compared with {against}"
+        worth: _Columns = {
+            against: ("{}", lambda run: self.label(run) + ": what you do now" * (run is runs[0])),
+            "speed-up": (times, self.speedup),
+            f"GPU-hours, {period}": (number, self.gpu_hours),
+            "GPU-hours saved": (number, self.saved_gpu_hours),
+        }
+        why: _Columns = {"": ("{}", self.label), "whose": ("{}", lambda run: run.whose)}
+        metrics: _Columns = {
+            "": ("{}", self.label),
+            "max / min of work": (number, lambda run: run.wir),
+            f"step, {step.unit}": (step, lambda run: run.fbl_s),
+            "tokens per second": (number, lambda run: run.tokens_per_s),
+            "share of peak FLOP/s": (percent, lambda run: run.hfu),
+            f"activations, {memory.unit}": (memory, lambda run: run.most_activation_bytes),
+        }
+        shares: _Columns = {"": ("{}", self.label)}
+        shares |= {
+            _word(kind): (percent, lambda run, kind=kind: run.means[kind] / run.fbl_s or None)
+            for kind in kinds
+        }
+        hours = f"GPU-hours saved in {period}"
+        facts = (
+            Fact("best", "best of bascule" if best.whose == _OURS else "fastest", self.label(best)),
+            Fact("over_first", f"speed-up, {against}", self.speedup(best), times),
+            Fact("fbl_s", "a step takes", best.fbl_s, seconds),
+            Fact("idle_share", "ranks wait", best.idle_share, percent),
+            Fact("saved_gpu_hours", hours, self.saved_gpu_hours(best), number),
+        )
+        if (price := options.gpu_hour_price) is not None:
+            pay = partial(money, currency=options.currency)
+            facts += (Fact("saved_money", f"saved in {period}", self.saved_money(best), pay),)
+            worth[f"saved, at {pay(price)} per GPU-hour"] = pay, self.saved_money
+        is_guessed = options.sharding.num_params is None
         return Report(
             title=f"Training simulated on {self.num_ranks} ranks",
-            answer=answer,
-            facts=(
-                Fact("best", "most tokens a second", best.name),
-                Fact("over_first", f"as fast as {first.name}", ratio, "{:.2f}x"),
-                Fact("fbl_s", "a step takes", best.fbl_s, "{:.3g} s"),
-                Fact("tokens_per_s", "tokens a second", best.tokens_per_s, "{:,.0f}"),
-                Fact("idle_share", "ranks wait", best.idle_share, "{:.1%}"),
-                Fact(
-                    "saved_gpu_hours",
-                    f"GPU-hours saved in {options.train_steps:,} steps",
-                    self.saved_gpu_hours(best),
-                    f"{_4G} of {self.gpu_hours(first):,.4g}",
-                ),
-                *money,
-            ),
+            answer=self.answer,
+            facts=facts,
             parts=(
+                self._rows("What it is worth", worth),
+                self._rows("Why", why | {"why": ("{}", _why)}),
                 draw_bars(
-                    "Seconds for a million tokens",
-                    "Means over ranks and steps: where the time of a rank goes. Steps of packs and "
-                    "buckets hold other numbers of tokens, so that steps would not compare.",
-                    [run.name for run in runs],
+                    "Time to train on a million tokens",
+                    "Where the time of a rank goes, on average over ranks and steps. All bars are "
+                    "for as many tokens, since steps of packs and buckets may hold more or fewer.",
+                    [self.label(run) for run in runs],
                     {
-                        kind: [run.means[kind] * s for run, s in zip(runs, steps, strict=True)]
+                        _word(kind): [
+                            run.means[kind] * s for run, s in zip(runs, steps, strict=True)
+                        ]
                         for kind in kinds
                     },
                     "s",
                 ),
-                _worth_rows(self),
-                _metric_rows(self),
-                Rows(
-                    "Seconds",
-                    {"seconds of": "{}"} | {name.replace("_", " "): "{:.3g}" for name in kinds},
-                    [(run.name, *(run.means[name] or None for name in kinds)) for run in runs],
-                ),
+                self._rows("Metrics", metrics),
+                self._rows("Shares of a step's time", shares),
             ),
             notes=(
                 *(f"warning: {line}" for line in self.warnings),
                 f"Simulated, not measured, on {self.num_ranks} ranks of {self.profile}.",
                 *([self.profile.note] if self.profile.note else []),
-                f"Model and data: {self.model.shape}, {self.num_params / 1e9:.3g} billion "
-                f"parameters; {self.sequences:.3g} sequences a rank and microbatch in the mean; "
-                f"steps simulated: {self.num_steps}, microbatches of each: {options.accumulate}.",
-                f"GPU-hours are what {options.train_steps:,} steps of your run (--train-steps) "
-                f"take, times {self.num_ranks} ranks. A way whose steps hold more or fewer tokens "
-                "is counted for as many steps as train on the same tokens.",
+                f"Model and data: {self.model.shape}, {number(self.num_params / 1e9)} billion "
+                f"parameters{' of plain blocks (else --params-b)' if is_guessed else ''}; "
+                f"{number(self.sequences)} sequences per rank and microbatch on average; steps "
+                f"simulated: {self.num_steps:,}, microbatches of each: {options.accumulate:,}.",
+                f"GPU-hours are for {period} of your run (--train-steps), times {self.num_ranks} "
+                "ranks. All rows train on the same number of tokens, so the number of steps may "
+                "differ.",
             ),
             values=self.to_dict(),
         )
+
+    def _rows(self, title: str, table: "_Columns") -> Rows:
+        formats = {heading: form for heading, (form, _) in table.items()}
+        cells = [[value(run) for _, value in table.values()] for run in self.runs]
+        return Rows(title, formats, cells)
 
     def table(self) -> str:
         """Return the report as text, with its tables."""
@@ -263,9 +369,11 @@ class SimulationResult:
             "num_steps": self.num_steps,
             "accumulate": self.options.accumulate,
             "train_steps": self.options.train_steps,
+            "is_epoch": self.options.is_epoch,
             "gpu_hour_price": self.options.gpu_hour_price,
+            "currency": self.options.currency,
             **{name: getattr(self.model, name) for name in ("d_model", "num_layers", "gamma")},
-            "compared_with": self.runs[0].name,
+            "compared_with": None if self.reference is None else self.reference.name,
             "runs": [
                 run.to_dict()
                 | {
@@ -281,27 +389,25 @@ class SimulationResult:
         }
 
 
-def _worth_rows(result: SimulationResult) -> Rows:
-    options = result.options
-    hours = f"GPU-hours, {options.train_steps:,} steps: {_4G}", f"saved: {_4G}"
-    formats = columns("against the first", "speed-up: {:.2f}x", *hours)
-    if (price := options.gpu_hour_price) is not None:
-        formats[f"saved, at {price:g} an hour"] = _4G
-    rows: list[Sequence[Any]] = []
-    for run in result.runs:
-        name = f"{run.name}: what you do now" if run is result.runs[0] else run.name
-        amounts = result.gpu_hours(run), result.saved_gpu_hours(run), result.saved_money(run)
-        rows.append((name, result.speedup(run), *amounts)[: len(formats)])
-    return Rows("What it is worth", formats, rows)
+def _why(run: SimulatedRun) -> str:
+    """Say in a few words what makes a run as fast as it is."""
+    spent = dict(zip(KINDS, run.seconds.sum(axis=(0, 2)) / run.seconds.sum(), strict=True))
+    reason = " for the rank with most work"
+    if run.is_alone.mean() >= 0.5:
+        reason = " for one long sequence"
+        reason += ", which only sharing it among ranks makes faster" * (run.whose == _OURS)
+    waits = f"ranks wait {percent(spent['waiting'])}{reason}"
+    shares = {
+        "exchanges take {}": sum(spent[kind] for kind in _EXCHANGES),
+        "encoders take {}": spent["encoders"],
+        "the host takes {}": spent["host"],
+        "{} of the computed tokens are padding": run.padding.sum()
+        / (run.padding + run.tokens).sum(),
+    }
+    said = [text.format(percent(share)) for text, share in shares.items() if share >= _LITTLE]
+    said += [_REGROUPS] * run.name.startswith(_DEALT)
+    return "; ".join([waits if spent["waiting"] >= _LITTLE else "ranks hardly wait", *said])
 
 
-def _metric_rows(result: SimulationResult) -> Rows:
-    speeds = "FBL, s: {:.3g}", "TPS, k: {:.4g}", "HFU: {:.1%}", "idle: {:.1%}"
-    formats = columns("", "WIR: {:.2f}", *speeds, "activations, GB")
-    rows: list[Sequence[Any]] = []
-    for run in result.runs:
-        large = " (too much)" if result.fits(run) is False else ""
-        memory = f"{run.most_activation_bytes / 1e9:.3g}{large}"
-        speed = run.fbl_s, run.tokens_per_s / 1e3, run.hfu, run.idle_share
-        rows.append((run.name, run.wir, *speed, memory))
-    return Rows("Metrics", formats, rows)
+def _word(kind: str) -> str:
+    return _WORDS.get(kind, kind.replace("_", " "))

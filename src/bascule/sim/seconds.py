@@ -31,6 +31,7 @@ NUM_ROUTES = 4
 """Exchanges of all tokens: to the ranks that compute them, back, and the backward of both."""
 
 _MOST_MICROBATCHES = 100_000
+_ALONE = 0.9  # share of a rank's work from which a sequence sets its time alone
 
 _BLOCK_VALUES = 34
 """Bytes a token and unit of width that a block holds while it is recomputed, without attention
@@ -128,7 +129,9 @@ class SimulationOptions:
         routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch; by
             default four times the model's width in bf16.
         train_steps: Steps of the user's own run or epoch, for which GPU-hours are computed.
-        gpu_hour_price: Price of a GPU-hour, in any currency; None: no money is computed.
+        is_epoch: These steps are one epoch, which the report says.
+        gpu_hour_price: Price of a GPU-hour; None: no money is computed.
+        currency: Currency of the price, such as USD.
     """
 
     num_steps: int = 20
@@ -143,7 +146,9 @@ class SimulationOptions:
     sample_bytes_per_token: float = 128.0
     routed_bytes_per_token: float | None = None
     train_steps: int = 1000
+    is_epoch: bool = False
     gpu_hour_price: float | None = None
+    currency: str = "USD"
 
     def __post_init__(self) -> None:
         count, positive = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
@@ -156,6 +161,8 @@ class SimulationOptions:
             passes=(of_type, Passes, "TRAINING, or a Passes(..)"),
             sharding=(of_type, Sharding, "a Sharding(..)"),
             stages=(each, of_type, EncoderStage, "an EncoderStage(..)"),
+            is_epoch=(of_type, bool, "True or False"),
+            currency=(of_type, str, "a text such as EUR"),
         )
         if self.num_steps * self.accumulate > _MOST_MICROBATCHES:
             what = f"{self.num_steps} steps of {self.accumulate} microbatches"
@@ -166,6 +173,12 @@ class SimulationOptions:
         if len({*names, *KINDS}) < len(names) + len(KINDS):
             advice = f"must differ from each other, and from {', '.join(KINDS)}"
             raise ConfigError(f"SimulationOptions(stages: names {names} {advice}")
+
+    @property
+    def period(self) -> str:
+        """The steps for which GPU-hours are computed, in words."""
+        steps = f"{self.train_steps:,} steps"
+        return f"one epoch ({steps})" if self.is_epoch else steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +198,8 @@ class Microbatch(NamedTuple):
     hidden: Floats  # (len(HIDDEN), N) seconds of exchanges that no rank waited for
     stage_s: Floats  # (stages, N) of each encoder
     tokens: int
+    padding: int  # tokens that are computed beside them
+    is_alone: bool  # one sequence is nearly all work of the busiest ranks
     flops: float  # of all passes, attention in full, as KnapFormer, 4.2
     workloads: Floats  # (N,) cost of each rank by the model: forward, without wires
     activation_bytes: Floats  # (N,) kept until the backward pass
@@ -215,14 +230,19 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
     spent["waiting"] = waits + busy.max() - busy
     hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
     per_token = cost.bytes_per_token or cost.d_model * (2 * cost.num_layers + _BLOCK_VALUES)
+    work = cost(placed.computed)
+    workloads = placed.by_rank(work)
+    longest = (work / placed.topology.bag_sizes[placed.bag_of]).max(initial=0.0)
     forward = FLOPS_PER_UNIT * float(replace(cost, gamma=1.0)(placed.lens).sum())
     return Microbatch(
         np.stack([spent[name] for name in KINDS]),
         np.maximum(hidden, 0.0),
         stages,
         int(placed.lens.sum()),
+        int((placed.computed - placed.lens).sum()),
+        bool(longest > _ALONE * workloads.max()),
         options.passes.linear * forward,
-        placed.by_rank(cost(placed.computed)),
+        workloads,
         placed.by_rank(placed.computed.astype(np.float64)) * per_token,
     )
 

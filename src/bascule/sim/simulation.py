@@ -1,21 +1,22 @@
 """Simulate training steps on a cluster: what they take, and what balancing them is worth."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.checks import listed, of_type
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, PlanError
 from bascule.machine.cluster import Cluster, HardwareProfile
 from bascule.machine.costs import TransformerCost
 from bascule.plan.offer import Offer, offer_of
 from bascule.plan.topology_search import suggest_topology
-from bascule.sim.placements import AUTO, TOKENS, Loaded, Policy, planned, policy_of
+from bascule.sim.placements import AUTO, TOKENS, Loaded, Policy, planned, policy_of, split
 from bascule.sim.results import SimulatedRun, SimulationResult
 from bascule.sim.seconds import KINDS, Setup, SimulationOptions, microbatch
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths
@@ -50,6 +51,8 @@ def simulate(
     A microbatch takes as long as its slowest rank: encoders, compute, exchanges, what FSDP2's
     collectives do not hide, and the host. Linear in steps and ranks, in time and memory.
 
+    Where activations exceed a rank's memory, it takes the fewest microbatches (`parts`) that fit.
+
     Args:
         data: Data codes, from which steps are drawn; or the microbatches in order, each with a list
             of token counts, or of `SampleShape`, for every rank.
@@ -63,7 +66,6 @@ def simulate(
 
     Raises:
         ConfigError: A value is out of range, or something does not fit.
-        PlanError: A sequence does not fit into the memory of its bag, in bags of several sizes.
     """
     options = SimulationOptions() if options is None else options
     of_type("options", options, SimulationOptions, "a SimulationOptions(..)")
@@ -79,23 +81,42 @@ def simulate(
     cluster = _cluster(profile, num_ranks, options.ranks_per_node)
     setup = Setup(model, cluster, profile.host_s or 0.0, options)
     priced = model, replace(cluster, passes=options.passes)
-    peak = profile.peak_flops_per_s
-    runs: list[SimulatedRun] = []
+    unlimited = replace(model, bytes_per_token=None), priced[1]
+    peak, memory = profile.peak_flops_per_s, profile.memory_bytes or math.inf
+    most, runs = max(int(loaded.batch.counts.max()) for loaded in run), list[SimulatedRun]()
     for name in names:
-        label, policy = _suggest(run, *priced) if name == AUTO else (name, policy_of(name, *priced))
-        columns = zip(*(microbatch(placed, setup) for placed in policy(run)), strict=True)
-        runs.append(
-            SimulatedRun(
-                label,
-                options.accumulate,
-                *map(np.array, columns),
-                peak_flops_per_s=None if peak is None else peak * num_ranks,
-                stages=tuple(stage.name for stage in options.stages),
+        parts, tried = 0, list[SimulatedRun]()
+        while not tried or (parts < most and tried[-1].most_activation_bytes > memory):
+            parts = min(parts + max(parts // 8, 1), most)  # of many, not every number is tried
+            cut = split(run, parts)
+            try:
+                label, columns = _placed(name, cut, setup, priced)
+            except PlanError:  # no plan keeps the memory: see by how much it is exceeded
+                label, columns = _placed(name, cut, setup, unlimited)
+            tried.append(
+                SimulatedRun(
+                    label,
+                    options.accumulate * parts,
+                    *columns,
+                    peak_flops_per_s=None if peak is None else peak * num_ranks,
+                    stages=tuple(stage.name for stage in options.stages),
+                    parts=parts,
+                )
             )
-        )
+        runs.append(replace(tried[-1], given_bytes=tried[0].most_activation_bytes))
     sequences = float(np.mean([microbatch.batch.lens.size for microbatch in run])) / num_ranks
     num_steps = len(run) // options.accumulate
     return SimulationResult(profile, tuple(runs), model, options, sequences, num_steps)
+
+
+def _placed(
+    name: str, run: list[Loaded], setup: Setup, on: tuple[TransformerCost, Cluster]
+) -> tuple[str, list[Any]]:
+    """Return the label of a policy, and the columns of its microbatches."""
+    is_auto = name == AUTO
+    label, policy = _suggest(run, *on) if is_auto else (name, policy_of(name, *on))
+    parts = [microbatch(placed, setup) for placed in policy(run)]
+    return label, list(map(np.array, zip(*parts, strict=True)))
 
 
 def _cluster(profile: HardwareProfile, num_ranks: int, per_node: int | None) -> Cluster:
@@ -166,9 +187,8 @@ def segments_of(run: SimulatedRun) -> Iterator[Segment]:
     """Yield the work of each rank in each step on one clock, like traces of measured steps."""
     ends, ranks = np.cumsum(run.microbatch_s), range(run.seconds.shape[2])
     begins = ends - run.microbatch_s
-    for step, (begin, end) in enumerate(
-        zip(begins[:: run.accumulate], ends[run.accumulate - 1 :: run.accumulate], strict=True)
-    ):
+    for step, first in enumerate(range(0, ends.size, run.accumulate)):
+        begin, end = begins[first], ends[first : first + run.accumulate][-1]
         for rank in ranks:
             yield Segment(rank, "step", str(step), float(begin), float(end - begin))
     for m, rank in product(range(ends.size), ranks):

@@ -125,6 +125,11 @@ class Study:
     runs: tuple[LayerRun, ...]  # of every layer
     rewards: tuple[tuple[float, Outcome], ...]  # of the paper's greedy, in the first layer
 
+    @property
+    def best(self) -> Mesh:
+        """The mesh on which attention is fastest with the default plan, by prediction."""
+        return min(self.setting.meshes, key=lambda mesh: self.mean(mesh, DEFAULT).predicted_s)
+
     def mean(self, mesh: Mesh, way: str) -> Outcome:
         """Return an outcome with means over the layers."""
         rows = [astuple(row)[2:] for row in self.outcomes if (row.mesh, row.way) == (mesh, way)]

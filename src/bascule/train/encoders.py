@@ -24,6 +24,7 @@ from bascule.generate import tiny
 from bascule.machine.costs import Cost, PolynomialCost
 from bascule.machine.fits import fit_item_latency
 from bascule.options import flag
+from bascule.quantities import count
 from bascule.train.model import mean_over_ranks, median_seconds
 from bascule.train.options import RunOptions
 from bascule.train.photos import PhotoOptions
@@ -71,7 +72,8 @@ class LatentEncoder(nn.Module):
             self.channels, colours = config.latent_channels, config.in_channels
             shift, divisor = [config.shift_factor or 0.0], [1.0 / config.scaling_factor]
         if colours != 3:
-            raise ConfigError(f"takes images of {colours:g} channels: give a VAE for RGB images")
+            channels = count(round(colours), "channel")
+            raise ConfigError(f"takes images of {channels}: give a VAE for RGB images")
         if self.is_video and self.frame_group != _WAN_GROUP:
             raise ConfigError(
                 f"makes one latent frame of {self.frame_group}: give a VAE that makes one of "
@@ -226,8 +228,8 @@ def _config_of(folder: Path, what: str) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = parse_json(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: give the folder of {what}") from error
+    except OSError:
+        raise ConfigError(f"{path} cannot be read: give the folder of {what}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no config: give the folder of {what}")
     return dict(config)

@@ -223,7 +223,7 @@ def _sample_paths(folder: Path, options: PhotoOptions) -> list[Path]:
         visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
         kinds = {path: _kind_of(path) for path in visible}
     except OSError as error:
-        raise ConfigError(f"{folder} must be a folder of photos: {error}") from error
+        raise ConfigError(f"{folder} must be a folder of photos: {error}") from None
     wanted = ("photo", "frames", "video") if options.clip_frames else ("photo",)
     paths = sorted(path for path, kind in kinds.items() if kind in wanted)
     videos = [path for path in paths if kinds[path] == "video" and path.is_file()]
@@ -262,11 +262,11 @@ def _decode(path: Path, options: PhotoOptions) -> tuple[NDArray[np.uint8], tuple
         pixels = np.stack([_fit(_to_rgb(image), patch, most) for image in images])
     except MemoryError:
         raise
-    except UnidentifiedImageError as error:
-        raise ConfigError(f"cannot read the {kind} {path}: no known image format") from error
+    except UnidentifiedImageError:
+        raise ConfigError(f"cannot read the {kind} {path}: no known image format") from None
     except Exception as error:  # decoders raise anything on damaged bytes
         reason = error or type(error).__name__
-        raise ConfigError(f"cannot read the {kind} {path}: {reason}") from error
+        raise ConfigError(f"cannot read the {kind} {path}: {reason}") from None
     frames, height, width, _ = pixels.shape
     channels_first = np.ascontiguousarray(pixels.transpose(3, 0, 1, 2))
     return channels_first, (frames, height // patch, width // patch)
@@ -368,7 +368,7 @@ def _caption_of(path: Path, listed: dict[str, bytes]) -> bytes:
     try:
         return beside.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
     except OSError as error:
-        raise ConfigError(f"cannot read the caption {beside}: {error}") from error
+        raise ConfigError(f"cannot read the caption {beside}: {error}") from None
 
 
 def _listed_captions(folder: Path) -> dict[str, bytes]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from bascule.checks import shown
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, QuestionError
 
 ROLES: dict[str, tuple[str, ...]] = {
     "tokens": ("tokens", "num_tokens", "seq_len", "length", "n_tokens", "token_count", "input_ids"),
@@ -77,7 +77,8 @@ def roles_of(
         last = column.rpartition(".")
         same = [name for name in names if last[1] and name.rpartition(".")[2] == last[2]]
         if len(same) > 1 and role not in chosen:
-            raise ConfigError(f"has the columns {named(same)}: say which: --columns {role}=NAME")
+            text = f"has the columns {named(same)}: say which: --columns {role}=NAME"
+            raise QuestionError(text, columns=f"{role}={same[-1]}")
     if missing := [column for column in roles.values() if column not in names]:
         raise ConfigError(f"has no column {shown(missing[0])}; it has {named(names)}")
     for role, spare in _INSTEAD:
@@ -116,10 +117,12 @@ def _text_column(plain: Mapping[str, str]) -> str:
         for name, column in plain.items()
         if name in ROLES["text"] or (_TEXT.fullmatch(name) and may_be_text(name))
     }
-    texts = list(columns)
+    texts = list(columns)[::-1]  # in the order of the table
     if len(texts) > 1:
         flags = " or ".join(f"--columns text={column}" for column in texts[:_MOST_NAMED])
-        raise ConfigError(f"has {len(texts)} columns of text, so say which is used: {flags}")
+        likeliest = next((column for column in texts if "long" in column.lower()), texts[0])
+        question = f"has {len(texts)} columns of text, so say which is used: {flags}"
+        raise QuestionError(question, columns=f"text={likeliest}")
     return texts[0] if texts else ""
 
 
@@ -172,26 +175,30 @@ def _check(
             )
         return
     if "reference" not in chosen and (pictures := _pictures(roles, names)):
-        raise ConfigError(
+        raise QuestionError(
             f"has the column {shown(pictures[0])}, whose name says pictures, which may be tokens "
             f"beside the sample's own: count them by --columns reference={pictures[0]}, or not by "
-            f"reference=; or, if they are the samples, say image={pictures[0]}"
+            f"reference=; or, if they are the samples, say image={pictures[0]}",
+            columns=f"reference={pictures[0]}",
         )
     if plain_name(roles.get("tokens", "")) == "length" and "tokens" not in chosen:
-        raise ConfigError(
+        raise QuestionError(
             "has sizes and a column 'length', which may be tokens, frames or seconds: say which: "
-            "--columns tokens=length, or --columns tokens=,frames=length (or duration=length)"
+            "--columns tokens=length, or --columns tokens=,frames=length (or duration=length)",
+            columns="tokens=length",
         )
     if "duration" in roles and not (has_rate or "fps" in roles):
-        raise ConfigError(
-            f"has {roles['duration']}, so say how many frames of a second are taken: --fps 16"
-        )
+        seconds = roles["duration"]
+        text = f"has {seconds}, so say how many frames per second are taken: --fps 16"
+        raise QuestionError(text, fps=16)
     if "frames" in roles and has_rate and "fps" not in roles:
         raise ConfigError("has no rate of its frames, which --fps needs: --columns fps=..")
     if not (roles.keys() | chosen.keys()) & {"frames", "duration"}:
         left = [name for name in names if name not in roles.values() and may_be_text(name)]
         if clips := [name for name in left if _CLIP.fullmatch(plain_name(name))]:
-            raise ConfigError(
+            role = "frames" if "frame" in clips[0].lower() else "duration"
+            raise QuestionError(
                 f"has the column {shown(clips[0])}, whose name says frames or seconds: use it by "
-                f"--columns frames={clips[0]} or duration={clips[0]}, or say frames= for images"
+                f"--columns frames={clips[0]} or duration={clips[0]}, or say frames= for images",
+                columns=f"{role}={clips[0]}",
             )

@@ -13,7 +13,7 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.checks import shown
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, QuestionError
 from bascule.workload.codes import MAX_LENGTH, SampleShape
 from bascule.workload.columns import ROLES, TEXTS, may_be_text, named, roles_of
 from bascule.workload.tables import VIDEO_SUFFIXES, Batch, image_size, read_batches, video_size
@@ -134,10 +134,11 @@ def read_manifest(
     used = reading.used.values()
     ignored = tuple(name for name in reading.names if name.strip() and name not in used)
     if has_size and not has_frames and reading.reads_clips:
-        raise ConfigError(
+        raise QuestionError(
             f"{path}: has no column of frames that is known, and the model reads clips: say which "
             f"by --columns frames=F{f', of {named(ignored)}' if ignored else ''}, or that all are "
-            "images by --columns frames="
+            "images by --columns frames=",
+            columns="frames=",
         )
     text, cross, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
     tokens, skipped = (text, cross, grids), (tuple(reading.bad), reading.num_bad)
@@ -182,7 +183,8 @@ class _Reading:
         try:
             self._roles = roles_of(names, self._chosen, has_rate=self._rule.fps is not None)
         except ConfigError as error:
-            raise ConfigError(f"{self.path}: {error}") from None
+            error.args = (f"{self.path}: {error}",)
+            raise
         needed = set(self._roles.values())
         if not self._roles.keys() & TEXTS and "text" not in self._chosen:
             needed |= set(filter(may_be_text, names))
@@ -198,7 +200,8 @@ class _Reading:
             taken = {take: rows.taken(take) for take in dict.fromkeys(chosen)}
             takes = [taken[take] for take in chosen]
         except ConfigError as error:
-            raise ConfigError(f"{self.path}: {error}") from None
+            error.args = (f"{self.path}: {error}",)
+            raise
         for row in sorted(rows.reasons)[: _MOST_SHOWN - len(self.bad)]:
             self.bad.append(f"{batch.file.name}, row {first + row}: {rows.reasons[row]}")
         good = ~rows.is_wrong
@@ -221,10 +224,11 @@ class _Reading:
             sample = _listed(batch.columns[name][:_SAMPLED])
             texts = [value for value in sample if isinstance(value, str)]
             if texts and sum(len(text.split()) for text in texts) >= _FEW_WORDS * len(texts):
-                raise ConfigError(
+                raise QuestionError(
                     f"{self.path}: has the column {shown(name)}, which holds text "
                     f"({shown(texts[0])}): use it by --columns text={name}, or count no text by "
-                    "--columns text="
+                    "--columns text=",
+                    columns=f"text={name}",
                 )
 
 
@@ -300,10 +304,10 @@ class _Rows:
             counts.append(f"{frames} x {rows} x {columns} = {grid.prod():,} visual tokens")
         if texts := int(self.text[row] + self.cross[row]):
             if self.cross[row]:
-                notes.append("used by cross-attention alone")
+                notes.append(", used by cross-attention only")
             if self._rule.tokenize is None and self._roles.keys() & {"text", "talk"}:
-                notes.append(f"estimated: {BYTES_PER_TOKEN} UTF-8 bytes a token")
-            counts.append(f"{texts:,} text tokens" + f" ({', '.join(notes)})" * bool(notes))
+                notes.append(f" (estimated: {BYTES_PER_TOKEN} bytes per token)")
+            counts.append(f"{texts:,} text tokens{''.join(notes)}")
         return f"{facts}: {'; '.join(counts) or 'no tokens'}"
 
     def _shown(self, role: str, row: int) -> str:

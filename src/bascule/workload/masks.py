@@ -239,7 +239,7 @@ def load_masks(path: str | Path) -> Bools:
         raise
     except Exception as error:  # numpy may raise anything on a damaged file
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"cannot read masks from {path}: {reason}") from error
+        raise ConfigError(f"cannot read masks from {path}: {reason}") from None
     if masks.dtype != np.bool_:
         raise ConfigError(
             f"{path}: masks are {masks.dtype}, and must be bool, True where a block is computed: "
@@ -327,7 +327,7 @@ def _writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot write masks to {path}: {error}") from error
+        raise ConfigError(f"cannot write masks to {path}: {error}") from None
 
 
 def _from_archive(path: Path) -> npt.NDArray[Any]:

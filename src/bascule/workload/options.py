@@ -1,11 +1,11 @@
 """Options of commands that read a data set from its table."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, QuestionError
 from bascule.options import Group, Range, refuse
 from bascule.workload.manifest import Manifest, read_manifest
 from bascule.workload.tokens import TokenRule
@@ -16,25 +16,38 @@ class TokenOptions:
     """Options on how a trainer makes tokens of a data set.
 
     Attributes:
-        model: Model that reads the tokens of images and clips: flux.1, wan2.1, ltx2, ..
-        columns: Columns by role, if names do not tell: width=W,height=H,text=T; text= for none.
-        bucket: Sizes that images are scaled to: 1024:64 (area:step), 720p, or 1024x1024,832x1216.
-        fps: Frames a second that are taken of a clip; all of them if not given.
-        max_frames: Most frames that are taken of a clip.
-        tokenizer: Folder or name of a tokenizer of transformers; else 4 bytes of text are a token.
+        model: Model, which decides how many tokens an image or clip has: flux.1, wan2.1, ltx2, ..
+        columns: Columns to use where names do not tell: width=W,height=H,text=T; text= for no text.
+        bucket: Sizes to which images are scaled: 720p, 1024:64 (area:step), or 1024x1024,832x1216.
+        max_frames: Most frames to take of a clip.
+        fps: Frames per second to take of a clip; the default takes all frames.
+        tokenizer: Tokenizer of transformers, a folder or name; by default 4 bytes are a token.
         skip_bad: Leave out rows that cannot be read.
     """
 
     model: Annotated[str, Group("Data to tokens")] = "flux.1"
     columns: str | None = None
     bucket: str | None = None
-    fps: Annotated[float | None, Range(1e-3, 1e4)] = None
     max_frames: Annotated[int | None, Range(1, 10**6)] = None
+    fps: Annotated[float | None, Range(1e-3, 1e4)] = None
     tokenizer: str | None = None
     skip_bad: bool = False
 
     def read_table(self, path: Path) -> Manifest:
-        """Read the samples of a table."""
+        """Read the samples of a table; ask all that it leaves open in one `QuestionError`."""
+        try:
+            return self._read(path)
+        except QuestionError as error:
+            question, answers = error, dict[str, Any](error.options)
+        if self.columns and "columns" in answers:
+            answers["columns"] = f"{self.columns},{answers['columns']}"
+        try:  # the next question, or error
+            rest = replace(self, **answers).read_table(path).summary()[0].rstrip(".")
+        except ConfigError as error:
+            rest, answers = str(error), answers | getattr(error, "options", {})
+        raise QuestionError(f"{question}. Then: {rest.removeprefix(f'{path}: ')}", **answers)
+
+    def _read(self, path: Path) -> Manifest:
         pairs = [pair.partition("=") for pair in (self.columns or "").split(",") if pair]
         if wrong := next((name for name, sign, _ in pairs if not sign), None):
             raise ConfigError(f"--columns {self.columns}: {wrong} has no =; write width=W,height=H")
@@ -83,11 +96,11 @@ def _tokenizer(name: str) -> Callable[[Sequence[str]], Sequence[int]]:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except ImportError as error:
-        raise ConfigError("--tokenizer: pip install 'bascule[transformers]'") from error
+    except ImportError:
+        raise ConfigError("--tokenizer: pip install 'bascule[transformers]'") from None
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"--tokenizer {name}: cannot be read: {reason}") from error
+        raise ConfigError(f"--tokenizer {name}: cannot be read: {reason}") from None
 
     def count(texts: Sequence[str]) -> Sequence[int]:
         return [len(ids) for ids in tokenizer(list(texts))["input_ids"]] if texts else []

@@ -152,7 +152,7 @@ class Sizes:
             try:
                 requests.append(self.request(**values))
             except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from error
+                raise ConfigError(f"{where}: {error}") from None
         if not requests:
             raise ConfigError(f"{path} has no requests: write a JSON object a line")
         return Recorded(sorted(requests, key=lambda request: request.arrival_s))

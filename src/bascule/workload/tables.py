@@ -97,7 +97,7 @@ def read_batches(
         raise
     except (OSError, ValueError, EOFError, RecursionError, csv.Error, tarfile.TarError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise ConfigError(f"{path}: cannot be read as {suffix}: {reason[:300]}") from error
+        raise ConfigError(f"{path}: cannot be read as {suffix}: {reason[:300]}") from None
 
 
 def _suffix(path: Path) -> str:
@@ -266,7 +266,7 @@ def _parsed(lines: str, path: Path, num_before: int) -> Iterator[Mapping[str, An
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", error)
-            raise ConfigError(f"{path}, line {number}: not valid JSON: {reason}") from error
+            raise ConfigError(f"{path}, line {number}: not valid JSON: {reason}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number}: {shown(row)} is no row with names")
         yield row
@@ -347,10 +347,10 @@ def load_av(where: object, instead: str = "") -> Any:
     """Import PyAV, which reads videos; ConfigError if it is missing, which ends in `instead`."""
     try:
         return importlib.import_module("av")
-    except ImportError as error:
+    except ImportError:
         raise ConfigError(
             f"{where}: PyAV, for videos, is not installed: pip install 'bascule[video]'{instead}"
-        ) from error
+        ) from None
 
 
 def video_size(path: Path) -> tuple[float, ...] | None:
@@ -376,7 +376,7 @@ def _configured(path: Path, value: Any, wanted: Wanted) -> Iterator[Batch]:
     try:
         sets = list(data_sets(path, value))
     except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: has a list, or a value, where keys belong: {error}") from error
+        raise ConfigError(f"{path}: has a list, or a value, where keys belong: {error}") from None
     for data in sets:
         places = (path.parent / name for name in data.places)
         place = next((place for place in places if place.exists()), None)

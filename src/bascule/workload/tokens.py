@@ -9,7 +9,7 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.checks import fields, rate, shown, whole
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, QuestionError
 from bascule.machine.costs import TransformerCost
 
 _NAMED = {"480p": "832x480:16", "720p": "1280x720:16", "1080p": "1920x1080:16"}
@@ -136,9 +136,11 @@ class TokenRule:
         """
         frames = self.frames_taken(frames, fps)
         if self.frame_stride is None and frames.max(initial=1) > 1:
-            raise ConfigError(
-                f"has clips, one of {int(frames.max()):,} frames: say how frames become tokens by "
-                "--model, for example --model wan2.1"
+            raise QuestionError(
+                f"has clips, one of {int(frames.max()):,} frames: say how they become tokens, and "
+                "how many are taken of a clip, for example by --model wan2.1 --max-frames 81",
+                model="wan2.1",
+                max_frames=self.max_frames or 81,
             )
         if self.bucket is not None:
             width, height = nearest(bucket_sizes(self.bucket), width, height, np.log)

@@ -77,6 +77,8 @@ class EarliestDeadline:
 
 POLICIES = "fifo", "sjf", "srtf", "greedy", "balanced"
 """Names of policies; the first three may end in the degree of all requests: "sjf:4"."""
+SERVED = "balanced"
+"""Name of the policy that `bascule serve` uses by default."""
 
 
 def policy_of(name: str, requests: Sequence[Request], num_ranks: int, seed: int = 0) -> Policy:

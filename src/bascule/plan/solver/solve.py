@@ -12,6 +12,7 @@ from bascule.plan.limits import Limits
 from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.portfolio import near_home, solve
 from bascule.plan.solver.problem import Assignment, build_problem
+from bascule.quantities import number as written
 
 _MAX_BINS = 2**20  # most bins of a problem: their tables and heaps stay small
 
@@ -97,8 +98,8 @@ def _speeds(num_bins: int | None, speeds: ArrayLike | None) -> Floats:
         raise ConfigError("speeds is empty; at least one bin is needed")
     if not 1.0 / MAX_NUMBER <= speed.min() <= speed.max() <= MAX_NUMBER:
         raise ConfigError(
-            f"speeds from {speed.min():g} to {speed.max():g}: leave out bins that do no work, and "
-            f"use a unit in which speeds are at least {1.0 / MAX_NUMBER:g}, at most {MAX_NUMBER:g}"
+            f"speeds from {written(speed.min())} to {written(speed.max())}: leave out "
+            f"bins without work; speeds go from {written(1 / MAX_NUMBER)} to {written(MAX_NUMBER)}"
         )
     return speed
 

@@ -72,15 +72,15 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
     of the file, or of its folder; a file alone needs none. Returns the ranks in order, and
     sentences on omissions.
     """
-    by_rank, notes = dict[int, list[RankTrace]](), list[str]()
-    for files in _files(Path(path)):
+    by_rank, notes, path = dict[int, list[RankTrace]](), list[str](), Path(path)
+    for files in _files(path):
         for file in () if by_rank else files:
             data = _load(file)
             if data is None:
-                notes.append(f"{shown(file.name)} is no trace, it has no traceEvents: left out")
+                notes.append(f"{shown(file.name)} has no traceEvents, so it was left out")
                 continue
             named = _RANK_IN_NAME.search(file.name)
-            if named is None and file.parent != Path(path):
+            if named is None and file.parent != path:
                 named = _RANK_IN_NAME.search(file.parent.name)
             rank = int(named[1]) if named else 0 if len(files) == 1 else None
             try:
@@ -90,8 +90,9 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
             by_rank.setdefault(trace.rank, []).append(trace)
     if not by_rank:
         raise ConfigError(
-            f"{path}: no trace in it: give the folder into which torch.profiler wrote one "
-            ".json, .json.gz or .json.zst file a rank"
+            f"{path} {'has no trace' if path.exists() else 'does not exist'}: give the folder with "
+            "one .json, .json.gz or .json.zst file per rank that torch.profiler wrote; "
+            "docs/traces.md shows how to record them"
         )
     traces = tuple(_join(by_rank[rank]) for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
@@ -101,13 +102,13 @@ def _files(path: Path) -> tuple[list[Path], ...]:
     """Return the files of a folder, and the files of folders within, for want of traces in it."""
     try:
         if not path.is_dir():
-            return ([path],)
+            return ([path] if path.exists() else [],)
         places = path.iterdir(), path.rglob("*/*")
         return tuple(
             sorted(file for file in files if file.name.endswith(_ENDINGS)) for files in places
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def _open(file: Path) -> Any:
@@ -125,7 +126,7 @@ def _load(file: Path) -> dict[str, Any] | None:
         with _open(file) as stream:
             content = cast(bytes, stream.read(MAX_BYTES + 1))
     except (OSError, EOFError, ValueError, zlib.error, MemoryError) as error:
-        raise ConfigError(f"cannot read {file}: {error or 'too large for the memory'}") from error
+        raise ConfigError(f"cannot read {file}: {error or 'too large for the memory'}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{file} has more than {MAX_BYTES} bytes: profile fewer steps")
     match parse_json(content.decode("utf-8", "replace"), str(file)):

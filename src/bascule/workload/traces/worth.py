@@ -19,6 +19,7 @@ from bascule.marks import What
 from bascule.plan import metrics
 from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
+from bascule.quantities import percent
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.steps import StepParts
 
@@ -58,14 +59,14 @@ class Worth:
 
     @property
     def assumed_in_words(self) -> str | None:
-        """A sentence on `assumed`; None if the steps determine all coefficients."""
+        """Sentences on `assumed`; None if the steps determine all coefficients."""
         if not self.assumed:
             return None
-        crossover = f", attention to outweigh the rest from {TYPICAL_CROSSOVER_TOKENS:,} tokens on"
+        is_split = bool({"quadratic", "linear"} & set(self.assumed))
+        crossover = f": attention dominates above {TYPICAL_CROSSOVER_TOKENS:,} tokens"
         return (
-            f"the steps do not show how much of the time is {', '.join(self.assumed)}: the fit "
-            f"assumes it{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}; steps "
-            "of more unlike lengths would show it"
+            "These lengths are too alike to measure which part of the time is "
+            f"{', '.join(self.assumed)}; assumed{crossover * is_split}. Trace more varied lengths."
         )
 
     @property
@@ -131,7 +132,7 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     rank are left out. `topology` has the bags, by default of one rank each.
     """
     if parts.num_missing:
-        raise ConfigError(f"{parts.missing}: give those of all ranks")
+        raise ConfigError(f"{parts.missing}; give the traces of all ranks")
     ranks, places = parts.ranks.tolist(), _known_places(parts, lens.computed)
     steps = parts.steps[places].tolist()
     computed, loaded = (
@@ -166,9 +167,9 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
         raise ConfigError(
-            f"by the lengths, a step would be {worth.model_error:+.0%} off what was measured: they "
-            "do not explain these seconds; profile more steps, with more unlike lengths, on ranks "
-            "that nothing else uses"
+            f"the lengths do not explain the times: a model is {percent(worth.model_error)} off "
+            "the measured step; trace more steps, of more varied lengths, on ranks that "
+            "nothing else uses"
         )
     return worth
 
@@ -188,5 +189,5 @@ def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
                 f"{ranks[-1]}, and lengths are given of steps {min(computed)[0]} to "
                 f"{max(computed)[0]}"
             )
-        raise ConfigError(f"of no step are the lengths of all ranks known: {advice}")
+        raise ConfigError(f"no step has the lengths of all ranks: {advice}")
     return places

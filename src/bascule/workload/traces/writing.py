@@ -71,7 +71,7 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
         for rank, file in zip(sorted(events), files, strict=True):
             file.write_text(_file(rank, world_size, events[rank]), encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write traces to {folder}: {error}") from error
+        raise ConfigError(f"cannot write traces to {folder}: {error}") from None
     return files
 
 
