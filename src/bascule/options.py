@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, cast, get_args, get_type_hints
@@ -102,8 +101,6 @@ def check_file(option: str, path: Path, suffix: str = "") -> None:
         raise ConfigError(f"{option} {path}: is a folder; give the name of a file in it")
     if not os.path.isdir(path.parent):
         raise ConfigError(f"{option} {path}: cannot be written: there is no folder {path.parent}")
-    if suffix == ".html" and find_spec("plotly") is None:
-        raise ConfigError(f"{option} {path} needs plotly: pip install plotly")
 
 
 def _check_folder(option: str, path: Path) -> None:

@@ -149,7 +149,6 @@ def test_the_command_saves_a_profile_that_the_others_take(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path, page = tmp_path / "mine.json", tmp_path / "mine.html"
-    pytest.importorskip("plotly")
     arguments = ("--out", str(path), "--report", str(page), "--json", "-")
     done = in_a_job(_known, "calibrate", *SMALL, "32", *arguments)
     assert done.returncode == 0, done.stderr

@@ -4,8 +4,9 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -44,8 +45,7 @@ class Page:
 
     @property
     def num_charts(self) -> int:
-        """Charts that plotly drew."""
-        return len(re.findall(r'class="main-svg"', self.html)) // 3
+        return self.html.count('class="chart"')
 
     @property
     def text(self) -> str:
@@ -66,6 +66,50 @@ def opened(page: Path | str, profile: Path) -> Page:
     url = page if isinstance(page, str) else page.as_uri()
     done = _chromium(profile, "--enable-logging=stderr", "--dump-dom", url)
     return Page(done.stdout, done.stderr)
+
+
+def faults_of_layout(pages: Mapping[str, str], widths: Sequence[int], profile: Path) -> list[str]:
+    """What does not fit or lies on each other in pages by name, at widths of a window."""
+    frames = [
+        f'<iframe id="{name} {width}" width="{width}" srcdoc="{escape(html)}"></iframe>'
+        for name, html in pages.items()
+        for width in widths
+    ]
+    profile.mkdir(exist_ok=True)
+    file = profile / "frames.html"
+    file.write_text("<!doctype html>" + "".join(frames) + f"<pre></pre><script>{_FAULTS}</script>")
+    found = re.search(r"<pre>(.*?)</pre>", opened(file, profile).html, re.DOTALL)
+    assert found is not None and f"{len(frames)} pages" in found[1]
+    return unescape(found[1]).splitlines()[1:]
+
+
+_FAULTS = r"""
+onload = () => {
+  const found = [], frames = [...document.querySelectorAll("iframe")];
+  const overlap = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+  for (const frame of frames) {
+    const page = frame.contentDocument, tell = text => found.push(`${frame.id}: ${text}`);
+    const all = page.documentElement.scrollWidth;
+    if (all > frame.clientWidth) tell(`${all} pixels wide`);
+    const asked = frame.contentWindow.performance.getEntriesByType("resource").length;
+    if (asked) tell(`${asked} requests`);
+    for (const chart of page.querySelectorAll(".chart")) {
+      const box = chart.getBoundingClientRect();
+      const texts = [...chart.querySelectorAll("*")].filter(x => x.tagName != "title"
+        && x.tagName != "style" && [...x.childNodes].some(y => y.nodeType == 3 && y.data.trim()));
+      const places = texts.map(x => [x.textContent.trim(), x.getBoundingClientRect()])
+        .filter(([, place]) => place.width);
+      places.forEach(([text, place], number) => {
+        if (place.left < box.left - 1 || place.right > box.right + 1) tell(`cut: ${text}`);
+        for (const [other, its] of places.slice(0, number))
+          if (overlap(place, its)) tell(`overlap: ${other} and ${text}`);
+      });
+    }
+  }
+  document.querySelector("pre").textContent = [`${frames.length} pages`, ...found].join("\n");
+}
+"""
 
 
 def screenshot(path: Path, image: Path, profile: Path, *, width: int, height: int) -> None:

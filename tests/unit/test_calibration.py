@@ -125,7 +125,6 @@ def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> 
 
 
 def test_the_page_in_the_browser(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
     path, profile = tmp_path / "mine.html", calibrated("<b>mine</b>", noise=0.02)
     path.write_text(render(report_of(profile, []), "bascule calibrate"))
     found = opened(path, tmp_path / "profile")
@@ -135,7 +134,7 @@ def test_the_page_in_the_browser(tmp_path: Path) -> None:
     scale = Scale.of((took for fit in profile.calibration.fits for took in fit.seconds), "s")
     for fit in profile.calibration.fits:
         assert found.numbers[f"held_out {fit.what}"] == percent(fit.held_out_error)
-        assert f"<td>{scale(fit.seconds[1])}</td>" in found.html
+        assert f">{scale(fit.seconds[1])}</td>" in found.html
     told = render(report_of(profile, ["forward: bad", "backward: too"]), "x")
     assert "Refused: forward: bad." in told and "backward: too" in told
 

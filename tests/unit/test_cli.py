@@ -217,7 +217,6 @@ def test_a_rank_holds_what_fits_into_its_memory(
 
 @pytest.mark.parametrize("name", ["plan", "topology", "simulate", "sparse", "trace"])
 def test_every_command_writes_its_report(capsys: Console, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("plotly")
     (tmp_path / "traces").mkdir()
     command = {
         "plan": ("plan", *LENGTHS, "--picture", str(tmp_path / "a.svg")),
@@ -263,7 +262,7 @@ def test_files_that_could_not_be_written_are_refused_before_any_work(
 def test_help_imports_the_command_alone(name: str) -> None:
     modules = modules_imported_by("-m", "bascule.cli", name, "--help")
     assert "bascule.options" in modules  # -X importtime does not see the command itself
-    assert not modules & {"torch", "scipy", "tyro", "plotly", "rich", "transformers", "diffusers"}
+    assert not modules & {"torch", "scipy", "tyro", "rich", "transformers", "diffusers"}
     assert sum(module.split(".")[0] == "bascule" for module in modules) < 39
 
 
@@ -289,7 +288,7 @@ def test_planning_on_the_command_line_needs_no_torch() -> None:
     commands = ("plan", *LENGTHS), ("sparse", "--model", "wan2.1", "--block", "1280", "--ring", "2")
     for command in (*commands, ("simulate", *LENGTHS), ("topology", *LENGTHS)):
         modules = modules_imported_by("-m", "bascule.cli", *command)
-        assert "bascule.report.page" in modules and not modules & {"torch", "plotly"}
+        assert "bascule.report.page" in modules and "torch" not in modules
         ours = {name for name in modules if name.split(".")[0] == "bascule"}
         assert command[0] != "plan" or len(ours) <= 45
 

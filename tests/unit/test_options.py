@@ -209,7 +209,6 @@ def test_an_option_changes_the_result_or_is_refused(
 
 
 def test_a_head_is_drawn_on_the_page_alone(capsys: Console, inputs: None) -> None:
-    pytest.importorskip("plotly")
     pages = []
     for head in ("1", "2"):
         words = f"sparse --masks a.npz --ring 2 {MASKED} --head {head}"

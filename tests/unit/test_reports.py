@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from rich.console import Console as RichConsole
 
-from bascule import options, plan_batch
+from bascule import plan_batch
+from bascule.bench.doctor import plain_values
+from bascule.bench.options import DoctorOptions
+from bascule.cli import calibrate, doctor, main
 from bascule.cli.inputs import InputOptions
 from bascule.quantities import flops, times
 from bascule.report.charts import draw_bars, draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows, render
-from tests.helpers.browser import Page, data_of, opened, screenshot
+from tests.helpers.browser import Page, data_of, faults_of_layout, opened, screenshot
+from tests.helpers.calibrations import calibrated
 from tests.helpers.cli import Console, run
 from tests.helpers.trace_cases import Run as TracedRun
-
-pytest.importorskip("plotly")
+from tests.unit.test_bench_report import reported
+from tests.unit.test_doctor import found, measured
 
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>&amp;"\''
 OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24))
@@ -60,7 +66,7 @@ def test_a_plan_in_the_browser(capsys: Console, tmp_path: Path) -> None:
     assert plan.digest == data_saved["digest"]
     before = plan.unbalanced_loads(InputOptions().cost)
     assert found.errors == []
-    assert found.num_charts == 2 and "One step on 8 ranks" in found.html
+    assert found.num_charts == 3 and "One step on 8 ranks" in found.html
     assert found.numbers["makespan"] == flops(plan.makespan * 1e12)
     assert found.numbers["speedup"] == times(before.max() / plan.makespan)
     assert found.numbers["moved_tokens"] == f"{plan.moved_tokens:,}"
@@ -78,7 +84,7 @@ def test_a_plan_in_the_browser(capsys: Console, tmp_path: Path) -> None:
     ("command", "num_charts", "said"),
     [
         ("topology --data g4b4i256f1s0 --num-layers 4 --steps 2", 2, "not measured"),
-        ("sparse --model cogvideox1.5 --block 1020 --ranks 2 --steps 2", 1, "who computes what"),
+        ("sparse --model cogvideox1.5 --block 1020 --ranks 2 --steps 2", 3, "Who computes what"),
         ("simulate --data g2b4i256f1s0 --steps 2 --topologies none g2n1", 1, "not measured"),
         ("trace .", 2, "What balancing would be worth is not known"),
     ],
@@ -120,7 +126,7 @@ def test_a_page_can_ask_the_network_for_nothing(tmp_path: Path) -> None:
 def test_any_text_leaves_the_page_whole(text: str) -> None:
     html = render(replace(report_with(text), parts=()), text)
     assert data_of(html)["name"] == text
-    assert html.count("<script") == html.count("</script>") == 3
+    assert html.count("<script") == html.count("</script>") == 1
     assert html.count("<dd ") == 2
 
 
@@ -130,13 +136,12 @@ def test_empty_data_has_a_page() -> None:
 
 
 def test_many_ranks_are_lines_not_bars() -> None:
-    figure: Any = draw_loads(range(500), [250.0] * 500, "s").draw()
-    assert {trace.type for trace in figure.data} == {"scatter"}
+    drawn = [draw_loads(range(1, num + 1), [250.0] * num, "s").draw() for num in (128, 500)]
+    assert [html.count("<rect") for html in drawn] == [256, 0]
+    assert drawn[1].count('<path d="M0.0000 ') == 2 and ">min<" in drawn[1]  # seconds, in minutes
 
 
-def test_what_a_report_needs_is_said_before_any_work(
-    capsys: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_report_needs_is_said_before_any_work(capsys: Console, tmp_path: Path) -> None:
     plan = ("plan", "--lengths", "4,5/6", "--report")
     for path, said in (
         *((place, "must end in .html") for place in ("out.pdf", tmp_path)),
@@ -144,9 +149,6 @@ def test_what_a_report_needs_is_said_before_any_work(
     ):
         code, _, err = run(capsys, *plan, str(path))
         assert code == 2 and said in err.replace("\n", " ")
-    monkeypatch.setattr(options, "find_spec", lambda _: None)
-    code, _, err = run(capsys, *plan, str(tmp_path / "out.html"))
-    assert code == 2 and "pip install plotly" in err
 
 
 def test_the_command_is_on_the_page() -> None:
@@ -155,3 +157,42 @@ def test_the_command_is_on_the_page() -> None:
     versions = re.search(r"<p>(Python .*?)</p>", html)
     assert versions is not None and "torch" in versions[1] and "bascule" in versions[1]
     assert json.loads(json.dumps(data_of(html)))["number"] == 1.25
+
+
+KINDS = {
+    "plan": "--data g64b16i256f1s0,g2b1i1024f9s1 --topology g2n33",
+    "topology": "--data g4b8i256f1s0,g4b1i1024f1s0 --steps 1",
+    "simulate": "--data g16b4i256f1s0,g8b1i2048f1s0 --topologies none loader auto --steps 2 "
+    "--gpu-hour-price 2.5 --vae-us 60 --text-encoder-us 20",
+    "simulate-requests": "--mix 512x512@20=0.8 1024x1024@28=0.2 --requests 40 --seeds 1",
+    "sparse": "--model wan2.1 --block 1280 --ranks 8 --steps 2 --layers 2",
+    "trace": ".",
+}
+
+
+def test_every_report_fits_a_phone_a_desk_and_a_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of 390 and 1,280 pixels, and 80 columns."""
+    shown, checked = list[Report](), measured()
+    monkeypatch.chdir(TracedRun(OWN).write(tmp_path))
+    monkeypatch.setattr("bascule.cli.command.publish", lambda _, report: shown.append(report))
+    for command, words in KINDS.items():
+        main([command, *words.split()])
+    reports = dict(zip(KINDS, shown, strict=True)) | {
+        "bench": reported(),
+        "calibrate": calibrate.report_of(calibrated("mine", noise=0.02), []),
+        "doctor": doctor.report_of(plain_values(DoctorOptions(), checked, found(checked))),
+    }
+    pages: dict[str, str] = {}
+    for kind, report in reports.items():
+        pages[kind] = render(report, f"bascule {kind}").replace("<details>", "<details open>")
+        assert len(pages[kind].encode()) < 10**6, kind
+        text = StringIO()
+        report.show(RichConsole(file=text, width=80))
+        assert "…" not in text.getvalue(), text.getvalue()
+        lines = text.getvalue().splitlines()
+        assert all(len(line) <= 80 for line in lines if line[:1] in "┃│"), text.getvalue()
+    assert not (faults := faults_of_layout(pages, (390, 1280), tmp_path / "profile")), "\n".join(
+        faults
+    )

@@ -60,7 +60,7 @@ def test_segments_follow_each_other_and_colours_grow_with_lengths() -> None:
     svg = draw_step(plan_batch(LENS, "g1n4", COST), COST)
     color_of: dict[int, str] = {}
     for bar in panel_of(svg, "before"):
-        end = 118.0
+        end = 136.0
         for rect in bar["work"] + bar["wait"]:
             assert float(rect.get("x", "nan")) == pytest.approx(end, abs=0.05)
             end += float(rect.get("width", "nan"))
@@ -77,7 +77,7 @@ def test_costs_in_seconds_and_carried_loads_are_drawn() -> None:
     plan = plan_batch([[100], [100]], "g1n2", cost, initial_loads=[0.5, 0.0])
     svg = draw_step(plan, cost, unit="s")
     ElementTree.fromstring(svg)
-    assert "the step ends: 0.5" in svg and " s</text>" in svg
+    assert "the step ends: 500 ms</text>" in svg
     assert widths(panel_of(svg, "after"), "wires")[0] > 100
 
 
@@ -96,7 +96,7 @@ def test_a_picture_of_many_ranks_says_what_it_leaves_out() -> None:
     svg = draw_step(plan_batch(lens, "g1n100", COST), COST)
     bars = panel_of(svg, "before")
     assert len(bars) == MOST_RANKS
-    assert f"({100 - MOST_RANKS} more ranks)" in svg
+    assert f"{100 - MOST_RANKS} more ranks" in svg
     assert widths(bars, "work").max() < 10 < widths(bars, "wait").min()  # the slowest is left out
 
 

@@ -1,8 +1,7 @@
 """`bascule calibrate --lengths 64:1024 --points 5 --limit 0.5`: measure this machine."""
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import cycle, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,12 +10,11 @@ from bascule.calibrate.options import CalibrateOptions
 from bascule.machine.calibration import BYTES, TOKENS, Fit
 from bascule.machine.cluster import HardwareProfile
 from bascule.quantities import Scale, count, number, percent, with_spread
-from bascule.report.charts import new_figure
+from bascule.report.charts import draw_lines
 from bascule.report.page import Chart, Fact, Report, Rows, columns
 
 if TYPE_CHECKING:
     import torch
-    from plotly.graph_objects import Figure
 
 _CURVE_POINTS = 100
 _FORMAT = {"bascule": "calibration report", "version": 1}
@@ -109,24 +107,14 @@ def _curves(title: str, fits: list[Fit]) -> list[Chart]:
         "Points are measured, lines are predicted. Hollow points were held out of the fit; the "
         f"worst curve, {worst.what}, has a median error of {percent(worst.held_out_error)} on them."
     )
-    return [Chart(title, words, partial(_draw, fits))]
-
-
-def _draw(fits: list[Fit]) -> "Figure":
-    from plotly.colors import qualitative
-
-    figure = new_figure(420, fits[0].unit, "seconds")
-    for fit, color in zip(fits, cycle(qualitative.Plotly), strict=False):
-        sizes = np.geomspace(min(fit.sizes), max(fit.sizes), _CURVE_POINTS)
-        legend = {"name": fit.what, "legendgroup": fit.what}
-        figure.add_scatter(x=sizes, y=fit(sizes), line_color=color, **legend)
-        symbols = ["circle-open" if held_out else "circle" for held_out in fit.held_out]
-        marker = {"color": color, "symbol": symbols, "size": 9}
-        points = {"x": fit.sizes, "y": fit.seconds, "mode": "markers", "marker": marker}
-        figure.add_scatter(**points, **legend, showlegend=False)
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(type="log", exponentformat="SI")
-    return figure
+    sizes = [size for fit in fits for size in fit.sizes]
+    across = np.geomspace(min(sizes), max(sizes), _CURVE_POINTS)
+    lines = {
+        fit.what: np.where(across > max(fit.sizes) * 1.001, np.nan, fit(across)) for fit in fits
+    }
+    points = {fit.what: (fit.sizes, fit.seconds, fit.held_out) for fit in fits}
+    unit = "B" if fits[0].unit == BYTES else fits[0].unit
+    return [draw_lines(title, words, (unit, "s"), lines, across, points)]
 
 
 def _points(fits: Sequence[Fit]) -> Rows:

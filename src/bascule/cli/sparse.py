@@ -12,11 +12,10 @@ from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Group, Outputs, Range, flag, refuse
 from bascule.quantities import Scale, num_bytes, percent, seconds, times
+from bascule.report.charts import draw_map
 from bascule.report.page import Chart, Fact, Format, Report, Rows, columns
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
     from bascule.arrays import Bools, Ints
     from bascule.sim.sparse_study import Mesh, Outcome, Study
 
@@ -221,11 +220,7 @@ def report_of(study: "Study", head: int, notes: Sequence[str]) -> Report:
         f"instead of {seconds(before.predicted_s)}: {is_worth}.",
         facts=facts,
         parts=(
-            Chart(
-                "Masks and plans",
-                f"The mask of a head, the rank of {name} for each block, and the fastest meshes.",
-                lambda: draw(study, head),
-            ),
+            *draw(study, head),
             *_ways(study, outcomes),
             *([reused] if num_steps > 1 else []),
         ),
@@ -297,69 +292,32 @@ def _reused(study: "Study") -> Rows:
     )
 
 
-def draw(study: "Study", head: int) -> "Figure":
-    """Draw the mask of a head, the rank of each block, and the chosen meshes."""
-    from plotly.subplots import make_subplots
-
+def draw(study: "Study", head: int) -> list[Chart]:
+    """Draw the mask of a head, the rank of each block, and the chosen meshes if there are many."""
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
-    meshes = study.setting.meshes
+    setting, meshes = study.setting, study.setting.meshes
     mesh = study.best
-    shown = min(_SHOWN_BLOCKS, study.masks.shape[1])
-    figure = make_subplots(
-        rows=2,
-        cols=2,
-        specs=[[{}, {}], [{"colspan": 2}, None]],
-        row_heights=[0.68, 0.32],
-        vertical_spacing=0.14,
-        horizontal_spacing=0.13,
-        subplot_titles=(
-            f"mask of head {head}: {study.masks[head].mean():.0%} of the blocks",
-            f"who computes what: {DEFAULT} on {mesh_name(mesh)}",
-            "mesh with the lowest prediction",
+    num_ranks, shown = mesh[0] * mesh[1], min(_SHOWN_BLOCKS, study.masks.shape[1])
+    charts = [
+        draw_map(
+            f"Mask of head {head}",
+            f"The head computes {percent(study.masks[head].mean())} of the blocks.",
+            ("key block", "query block"),
+            ("left out", "computed"),
+            lambda: study.masks[head],
         ),
-    )
-    mask, colors = study.masks[head].astype(np.uint8), [(0.0, "white"), (1.0, "#1f3b73")]
-    figure.add_heatmap(z=mask, zmin=0, zmax=1, colorscale=colors, showscale=False, row=1, col=1)
-    plan = study.setting.plan(DEFAULT, study.masks, mesh)
-    _draw_classes(figure, plan.rank_of, list(map(str, range(plan.num_ranks))), "rank", 1, 2)
-    chosen = [[meshes.index(choice.degrees) for choice in run.choices] for run in study.runs]
-    _draw_classes(figure, np.array(chosen), [mesh_name(mesh) for mesh in meshes], "mesh", 2, 1)
-    axes: tuple[tuple[tuple[int, int], str, str, dict[str, Any]], ...] = (
-        ((1, 1), "key block", "query block", {"autorange": "reversed"}),
-        ((1, 2), f"query block, the first {shown}", "head", {"autorange": "reversed"}),
-        ((2, 1), "step", "layer", {"dtick": max(len(chosen) // 8, 1)}),
-    )
-    for (row, col), x, y, options in axes:
-        figure.update_xaxes(title=x, row=row, col=col)
-        figure.update_yaxes(title=y, row=row, col=col, **options)
-    figure.update_xaxes(range=(-0.5, shown - 0.5), row=1, col=2)
-    figure.update_xaxes(dtick=max(len(chosen[0]) // 10, 1), row=2, col=1)
-    figure.update_layout(template="plotly_white", height=840)
-    return figure
-
-
-def _draw_classes(
-    figure: "Figure", classes: np.ndarray, names: list[str], title: str, row: int, col: int
-) -> None:
-    from plotly.colors import sample_colorscale
-
-    size = len(names)
-    colors = sample_colorscale("Turbo", [(i + 0.5) / size for i in range(size)])
-    edges = [((i / size, color), ((i + 1) / size, color)) for i, color in enumerate(colors)]
-    top, bottom = ((1.0, 0.42), (0.28, 0.0))[row - 1]
-    figure.add_heatmap(
-        z=classes.astype(np.int16),
-        zmin=-0.5,
-        zmax=size - 0.5,
-        colorscale=list(chain.from_iterable(edges)),
-        colorbar={
-            "title": title,
-            "tickvals": list(range(size)),
-            "ticktext": names,
-            "len": top - bottom,
-            "y": (top + bottom) / 2,
-        },
-        row=row,
-        col=col,
-    )
+        draw_map(
+            f"Who computes what: {DEFAULT} on {mesh_name(mesh)}",
+            f"The rank that computes a query block of a head; the first {shown} blocks.",
+            ("query block", "head"),
+            [f"rank {rank}" for rank in range(num_ranks)],
+            lambda: setting.plan(DEFAULT, study.masks, mesh).rank_of[:, :shown],
+        ),
+    ]
+    if len(meshes) > 1:
+        title, words = "Mesh with the lowest prediction", "The choice for each layer and step."
+        chosen = [[meshes.index(choice.degrees) for choice in run.choices] for run in study.runs]
+        names = [mesh_name(mesh) for mesh in meshes]
+        charts.append(draw_map(title, words, ("step", "layer"), names, lambda: chosen))
+    return charts

@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -14,13 +14,10 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
     from rich.console import Console
     from rich.table import Table
 
-_PACKAGES = ("bascule", "torch", "numpy", "plotly")
-_BACKGROUNDS = ("paper_bgcolor", "plot_bgcolor")
-_CONFIG = {"responsive": True, "displaylogo": False}
+_PACKAGES = ("bascule", "torch", "numpy")
 _FEWEST_TO_FOLD = 12  # rows of a table that is folded at first
 _MOST_ROWS = 200
 _BAR_WIDTH = 28
@@ -32,16 +29,6 @@ def columns(*headings: str) -> dict[str, Format]:
     """Return formats by heading from "heading" or "heading: format", such as "gap: {:.2%}"."""
     pairs = (heading.partition(": ") for heading in headings)
     return {name: pattern or "{}" for name, _, pattern in pairs}
-
-
-def ms(seconds: float) -> str:
-    """Write seconds as milliseconds."""
-    return f"{seconds * 1e3:.4g} ms"
-
-
-def mib(num_bytes: float) -> str:
-    """Write bytes as MiB."""
-    return f"{num_bytes / 2**20:,.4g} MiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +52,7 @@ class Chart:
 
     title: str
     words: str  # caption, which also says what it shows to readers who cannot see it
-    draw: "Callable[[], Figure | str]"  # a figure of plotly, or a whole SVG element
+    draw: Callable[[], str]  # returns HTML
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +64,10 @@ class Rows:
     rows: Sequence[Sequence[Any]]  # values; None is an empty cell
     num_shown: int = 64  # rows on a console
     bars: Sequence[float] = ()  # lengths of bars beside the rows, on a console
+
+    def is_number(self, place: int) -> bool:
+        """Return whether a column has numbers alone."""
+        return all(isinstance(row[place], int | float | None) for row in self.rows)
 
     @property
     def texts(self) -> list[list[str]]:
@@ -125,24 +116,21 @@ class Report:
         write = partial(console.print, markup=False, highlight=False, emoji=False, soft_wrap=True)
         write("\n".join((*self.data, self.title, self.answer)))
         facts = Table.grid(padding=(0, 3))
-        facts.add_column(no_wrap=True)
         for fact in self.facts:
             facts.add_row(plain(fact.label), plain(fact.text))
         console.print(facts, highlight=False)
         for part in self.parts:
             if isinstance(part, Rows) and part.rows:
-                console.print(_console_table(part), highlight=False)
+                for table in _console_tables(part, console.width):
+                    console.print(table, highlight=False)
         for note in self.notes:
             write(note)
 
 
 def render(report: Report, command: str | None = None) -> str:
     """Return a report as an HTML page, with the command that made it (default: this process's)."""
-    from plotly.offline import get_plotlyjs
-
     parts = "\n".join(
-        _table(part) if isinstance(part, Rows) else _chart(part, f"chart{number}")
-        for number, part in enumerate(report.parts)
+        _table(part) if isinstance(part, Rows) else _chart(part) for part in report.parts
     )
     template = Template(files("bascule.report").joinpath("page.html").read_text("utf-8"))
     made_with = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
@@ -158,7 +146,6 @@ def render(report: Report, command: str | None = None) -> str:
         notes="\n".join(f"<li>{escape(note)}</li>" for note in (*report.data, *report.notes)),
         command=escape(command or shlex.join(["bascule", *sys.argv[1:]])),
         versions=escape(f"Python {sys.version.split()[0]}, {made_with}"),
-        plotly=get_plotlyjs() if "Plotly.newPlot" in parts else "",
         data=_script_json(report._values_of_facts),
     )
 
@@ -172,53 +159,68 @@ def _json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _console_table(rows: Rows) -> "Table":
+def _console_tables(rows: Rows, width: int) -> "Iterator[Table]":
+    """Yield a table, in as many parts below each other as its words are too wide for the console.
+
+    Each part begins with the first column, and no word of a heading or cell is ever cut.
+    """
+    from rich.cells import cell_len
     from rich.markup import escape as plain
     from rich.table import Table
 
-    table, hidden = Table(title=plain(rows.title)), len(rows.rows) - rows.num_shown
-    if hidden > 0:
-        table.caption = f"{hidden:,} more"
-    for place, name in enumerate(rows.columns):
-        is_number = all(isinstance(row[place], int | float | None) for row in rows.rows)
-        table.add_column(plain(name), justify="right" if is_number else "left")
-    scale = _BAR_WIDTH / (max(rows.bars, default=0.0) or 1.0)
-    for place, cells in enumerate(rows.texts[: rows.num_shown]):
-        bars = ("█" * round(bar * scale) for bar in rows.bars[place : place + 1])
-        table.add_row(*map(plain, cells), *bars)
-    return table
+    texts = list(zip(rows.columns, *rows.texts[: rows.num_shown], strict=True))
+    least = [max(map(cell_len, "\n".join(column).split()), default=0) for column in texts]
+    most = [max(map(cell_len, "\n".join(column).split("\n"))) for column in texts]
+    parts = [[0]]
+    for place in range(1, len(texts)):
+        if len(parts[-1]) > 1 and sum(least[x] + 3 for x in (*parts[-1], place)) >= width:
+            parts.append([0])
+        parts[-1].append(place)
+    hidden = len(rows.rows) - rows.num_shown
+    for number, part in enumerate(parts):
+        table = Table(title=plain(rows.title) + ", continued" * (number > 0))
+        caps = ([max(least[x], min(most[x], cap)) for x in part] for cap in range(width, -1, -1))
+        fitting = [sizes for sizes in caps if sum(sizes) + 3 * len(part) < width]
+        sizes = fitting[0] if fitting else [least[x] for x in part]  # the widest give way first
+        for x, size in zip(part, sizes, strict=True):
+            side = "right" if rows.is_number(x) else "left"
+            table.add_column(plain(texts[x][0]), justify=side, width=size, overflow="fold")
+        room = width - 4 - sum(size + 3 for size in sizes)
+        longest = min(_BAR_WIDTH, room) if part is parts[-1] else 0
+        scale = max(longest, 0) / (max(rows.bars, default=0.0) or 1.0)
+        for row, cells in enumerate(zip(*(texts[x][1:] for x in part), strict=True)):
+            bars = ("█" * round(bar * scale) for bar in rows.bars[row : row + 1] if longest > 0)
+            table.add_row(*map(plain, cells), *bars)
+        table.caption = f"{hidden:,} more" if hidden > 0 and part is parts[-1] else None
+        yield table
 
 
 def _table(table: Rows) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
-    body = "\n".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in table.texts[:_MOST_ROWS]
+    kinds = [' class="n"' * table.is_number(place) for place in range(len(table.columns))]
+    head, *body = (
+        "".join(
+            f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True)
+        )
+        for tag, row in (("th", table.columns), *(("td", x) for x in table.texts[:_MOST_ROWS]))
     )
+    rows = "".join(f"<tr>{row}</tr>" for row in body)
     hidden = len(table.rows) - _MOST_ROWS
     more = f"<p>{hidden:,} more</p>" if hidden > 0 else ""
     is_open = " open" if len(table.rows) <= _FEWEST_TO_FOLD else ""
     return (
         f"<section><details{is_open}><summary><h2>{escape(table.title)}</h2></summary>"
         f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table>{more}</div></details></section>"
+        f"<tbody>{rows}</tbody></table>{more}</div></details></section>"
     )
 
 
-def _chart(chart: Chart, name: str) -> str:
-    title, words, figure = escape(chart.title), escape(chart.words), chart.draw()
-    if isinstance(figure, str):
-        drawn = f'<div class="wide" tabindex="0">{figure}</div>'
-    else:
-        drawing = json.loads(figure.to_json() or "{}")
-        layout = drawing["layout"] | dict.fromkeys(_BACKGROUNDS, "rgba(0,0,0,0)")
-        values = ", ".join(map(_script_json, (drawing["data"], layout, _CONFIG)))
-        drawn = (
-            f'<div id="{name}" class="chart" role="img" aria-label="{title}. {words}"></div>'
-            f'<script>Plotly.newPlot("{name}", {values});</script>'
-        )
-    caption = f"<figcaption>{words}</figcaption>"
-    return f"<section><h2>{title}</h2><figure>{drawn}{caption}</figure></section>"
+def _chart(chart: Chart) -> str:
+    title, words = escape(chart.title), escape(chart.words)
+    return (
+        f'<section><h2>{title}</h2><figure><div class="chart" role="img" '
+        f'aria-label="{title}. {words}">{chart.draw()}</div>'
+        f"<figcaption>{words}</figcaption></figure></section>"
+    )
 
 
 def _script_json(value: object) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -11,29 +13,34 @@ from bascule.machine.cluster import Cluster
 from bascule.machine.costs import Cost, evaluate, in_bag
 from bascule.plan import metrics
 from bascule.plan.plan import Plan
+from bascule.quantities import amount, percent, times
 
 MOST_RANKS = 64  # bars of a picture
-_COLORS = ("#9ecae9", "#4c9bd6", "#1f6fb2", "#f2a541", "#d1495b")
-_LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
-_BAR, _PITCH, _HEAD, _FOOT = 18.0, 23.0, 54.0, 20.0
+_COLORS = ("#b7d7f0", "#7fb5e1", "#4a90cc", "#2a6bb0", "#24579c")
+_LEFT, _PLOT, _RIGHT = 136.0, 620.0, 22.0
 _WIDTH = _LEFT + _PLOT + _RIGHT
+_BAR, _PITCH, _HEAD, _FOOT, _LINE = 18.0, 23.0, 62.0, 26.0, 20.0
+_LEGEND_COLUMNS = 3
 _THINNEST = 0.005  # width below which a segment is a rounding error
+_MOST_FIELDS = 2000  # of more shares of sequences, those of a rank and colour are one segment
 _WIRES, _WAIT = 'class="wires"', 'class="wait"'
 
-# The card sets its background, so that it reads the same on white and on dark pages.
-_STYLE = """\
+# On a page text keeps its size, and bars take the width that is there. The page sets the colours.
+_STYLE = f"""\
 <style>
-text { font: 13px system-ui, sans-serif; fill: #1f2328; }
-.title { font-weight: 600; font-size: 15px; }
-.card { fill: #fbfbf9; stroke: #c9ccd1; }
-.work { stroke: #fbfbf9; stroke-width: 0.6; }
-.wires { fill: #8d939c; }
-.wait { fill: url(#waiting); stroke: #b4b9c1; stroke-width: 0.6; }
-.end { stroke: #1f2328; stroke-width: 1.4; stroke-dasharray: 4 3; }
+.step text {{ font: 13px system-ui, sans-serif; fill: var(--ink, #1f2328); }}
+.step .head {{ font-weight: 600; font-size: 15px; }}
+.step .card {{ fill: var(--card, #fbfbf9); }}
+.step .work {{ stroke: var(--card, #fbfbf9); stroke-width: 0.6; }}
+.step .wires {{ fill: var(--stone, #848b94); }}
+.step .wait {{ fill: url(#waiting); stroke: var(--dark-hatch, #b4b9c1); stroke-width: 0.6; }}
+.step .end {{ fill: var(--ink, #1f2328); }}
+.step .rank rect, .step .end {{ x: calc({_LEFT:g}px + (100% - {_LEFT + _RIGHT:g}px) * var(--x)); }}
+.step .rank rect {{ width: calc((100% - {_LEFT + _RIGHT:g}px) * var(--w)); }}
 </style>
 <defs><pattern id="waiting" width="6" height="6" patternUnits="userSpaceOnUse" \
-patternTransform="rotate(45)"><rect width="6" height="6" fill="#eceae4"/>\
-<rect width="2" height="6" fill="#b4b9c1"/></pattern></defs>"""
+patternTransform="rotate(45)"><rect width="6" height="6" style="fill: var(--hatch, #eceae4)"/>\
+<rect width="2" height="6" style="fill: var(--dark-hatch, #b4b9c1)"/></pattern></defs>"""
 
 _Segment = tuple[str, str, float]  # SVG attributes, title and length of a part of a bar
 
@@ -76,18 +83,16 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
     legend = [(_work(_color(bounds, bound)), f"to {bound:,}") for bound in shown]
     wires = [length for bar in after for look, _, length in bar.segments if look == _WIRES]
     legend += [(_WIRES, "wires")] * (max(wires) * scale >= _THINNEST)
-    legend.append((_WAIT, "waiting for the slowest rank"))
-    first = f"Before: each rank computes what it loaded. {_waiting(before)}"
-    second = f"After: {speed_up:.2f}x as fast (predicted). {_waiting(after)}"
+    legend.append((_WAIT, "waiting"))
+    first, second = "Before: as loaded", f"After: {times(speed_up)} as fast (predicted)"
     height = _HEAD + _PITCH * min(len(ranks), MOST_RANKS) + _FOOT
-    total = 2 * height + 62.0
+    total = 2 * height + _LINE * (2 - -len(legend) // _LEGEND_COLUMNS)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {total:g}" '
-        f'width="{_WIDTH:g}" height="{total:g}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="step" width="{_WIDTH:g}" '
+        f'height="{total:g}" role="img">',
         f"<title>{escape(f'One step on {len(ranks)} ranks, before and after')}</title>",
         _STYLE,
-        f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1:g}" rx="8" '
-        f'height="{total - 1:g}"/>',
+        '<rect class="card" width="100%" height="100%" rx="8"/>',
         *_panel("before", first, before, 0.0, scale, unit),
         *_panel("after", second, after, height, scale, unit),
         *_legend(2 * height, legend, len(ranks)),
@@ -107,6 +112,12 @@ def _bar_of(
         (_work(_color(bounds, seq_len)), f"sequence {seq_id}: {seq_len:,} tokens", cost)
         for seq_id, seq_len, cost in rows
     ]
+    if plan.seq_lens.size * plan.topology.bag_sizes.max() > _MOST_FIELDS:
+        segments = [
+            (look, f"{len(alike)} sequences", sum(cost for *_, cost in alike))
+            for look, group in groupby(segments, key=itemgetter(0))
+            if (alike := list(group))
+        ]
     rest = load - float(costs[ids].sum())
     return _Bar(label, [*segments, (_WIRES, "wires, launches and carried loads", rest)], load)
 
@@ -114,7 +125,7 @@ def _bar_of(
 def _waiting(bars: Sequence[_Bar]) -> str:
     loads = np.array([bar.load for bar in bars])
     share = 1.0 - 1.0 / metrics.imbalance(loads)
-    return f"{share:.1%} of the ranks' time is waiting."
+    return f"{percent(share)} of the ranks' time is waiting."
 
 
 def _bounds(seq_lens: Ints) -> list[int]:
@@ -143,18 +154,23 @@ def _panel(
     name: str, title: str, bars: Sequence[_Bar], top: float, scale: float, unit: str
 ) -> list[str]:
     """Draw a heading and a bar for each rank, below `top`."""
-    end, shown = max(bar.load for bar in bars), bars[:MOST_RANKS]
-    x, bottom = _LEFT + end * scale, top + _HEAD + _PITCH * len(shown)
-    rows = enumerate(shown)
+    end, shown, first = max(bar.load for bar in bars), bars[:MOST_RANKS], top + _HEAD
+    x, height = end * scale, _PITCH * len(shown)
+    told = escape(f"the step ends: {amount(end, unit)}")
     return [
         f'<g class="{name}">',
-        f'<text class="title" x="18" y="{top + 27:g}">{escape(title)}</text>',
-        *(line for k, bar in rows for line in _bar(bar, top + _HEAD + _PITCH * k, end, scale)),
-        f'<line class="end" x1="{x:.2f}" y1="{top + _HEAD - 6:g}" x2="{x:.2f}" y2="{bottom:g}"/>',
-        f'<text x="{x:.2f}" y="{bottom + 12:g}" text-anchor="end">'
-        f"{escape(f'the step ends: {end:.4g} {unit}')}</text>",
+        f'<text class="head" x="18" y="{top + 27:g}">{escape(title)}</text>',
+        f'<text x="18" y="{top + 47:g}">{escape(_waiting(bars))}</text>',
+        *(x for k, bar in enumerate(shown) for x in _bar(bar, first + _PITCH * k, end, scale)),
+        f'<rect class="end" {_from(x)} y="{first - 6:g}" width="1.5" height="{height + 6:g}"/>',
+        f'<text x="{_LEFT:g}" y="{first + height + 12:g}">{told}</text>',
         "</g>",
     ]
+
+
+def _from(x: float, more: str = "") -> str:
+    """Return the place in a bar, in pixels of a picture and as the share of a page's width."""
+    return f'x="{_LEFT + x:.2f}" style="--x:{x / _PLOT:.5f}{more}"'
 
 
 def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
@@ -162,31 +178,25 @@ def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
         '<g class="rank">',
         f'<text x="{_LEFT - 8:g}" y="{top + 13.5:g}" text-anchor="end">{bar.label}</text>',
     ]
-    place, x = f'y="{top:g}" height="{_BAR:g}"', _LEFT
-    for look, title, length in bar.segments:
+    place, x = f'y="{top:g}" height="{_BAR:g}"', 0.0
+    for look, title, length in (*bar.segments, (_WAIT, "waiting", end - bar.load)):
         width = length * scale
         if width >= _THINNEST or look not in (_WIRES, _WAIT):
-            kind, _, fill = look.partition(" ")
-            shown = f'x="{x:.2f}" {place} width="{width:.2f}"' + (f" {fill}" if fill else "")
-            parts.append(f"<rect {kind} {shown}><title>{escape(title)}</title></rect>")
+            shown = f'{_from(x, f";--w:{width / _PLOT:.5f}")} {place} width="{width:.2f}"'
+            parts.append(f"<rect {look} {shown}><title>{escape(title)}</title></rect>")
         x += width
-    parts.append(
-        f'<rect class="wait" x="{_LEFT + bar.load * scale:.2f}" {place} '
-        f'width="{(end - bar.load) * scale:.2f}"><title>waiting</title></rect>'
-    )
     return [*parts, "</g>"]
 
 
 def _legend(top: float, legend: list[tuple[str, str]], num_ranks: int) -> list[str]:
-    x, y = 72.0, top + 22.0
-    parts = ['<g class="legend">', f'<text x="18" y="{y + 11.5:g}">tokens</text>']
-    for look, text in legend:
+    more = f"{num_ranks - MOST_RANKS:,} more ranks. " if num_ranks > MOST_RANKS else ""
+    words = f"{more}Tokens of a sequence:"
+    parts = ['<g class="legend">', f'<text x="18" y="{top + 13:g}">{words}</text>']
+    for place, (look, text) in enumerate(legend):
+        row, column = divmod(place, _LEGEND_COLUMNS)
+        x, y = 18 + 96 * column, top + _LINE * (row + 1)
         parts += [
-            f'<rect {look} x="{x:g}" y="{y:g}" width="16" height="14"/>',
-            f'<text x="{x + 22:g}" y="{y + 11.5:g}">{escape(text)}</text>',
+            f'<rect {look} x="{x}" y="{y:g}" width="16" height="14"/>',
+            f'<text x="{x + 22}" y="{y + 11.5:g}">{escape(text)}</text>',
         ]
-        x += 36.0 + 7.0 * len(text)
-    if num_ranks > MOST_RANKS:
-        words = f"({num_ranks - MOST_RANKS:,} more ranks)"
-        parts.append(f'<text x="18" y="{y - 9:g}">{words}</text>')
     return [*parts, "</g>"]
