@@ -553,7 +553,7 @@ def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
 
 
 def test_a_picture_shows_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[Sequence[str], Bools]] = []
+    drawn: list[tuple[Sequence[str], Any]] = []
 
     def draw_map(*texts: Any) -> None:
         drawn.append((texts[3], np.asarray(texts[4]())))
