@@ -156,13 +156,9 @@ def test_a_step_is_its_passes() -> None:
     assert after[0].launch_s == pytest.approx(3 * before[0].launch_s)
     assert after[1] == pytest.approx(3 * before[1])
     forward = replace(COST, seconds_per_unit=2.0)
-    step = passes.cost(forward)
-    assert isinstance(step, TransformerCost)
-    # Seconds that were measured as a step stay; the wires are those of a forward pass all the same.
-    for cost, more in ((forward, passes), (step, passes.over(passes))):
-        found = seconds(cost, more)[0]
-        assert found.compute_s == pytest.approx((4 * linear + 6 * attention) * 2.0)
-        assert found.heads_s == pytest.approx(3 * before[0].heads_s)
+    found = seconds(forward, passes)[0]
+    assert found.compute_s == pytest.approx((4 * linear + 6 * attention) * 2.0)
+    assert found.heads_s == pytest.approx(3 * before[0].heads_s)
     assert FORWARD.cost(COST) is COST
     assert passes_of("step") is TRAINING and TRAINING.linear == 4
 

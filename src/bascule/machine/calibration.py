@@ -63,10 +63,8 @@ class Fit:
         )
         counts = len(self.coefficients), len(self.errors)
         if counts != (NUM_COEFFICIENTS[self.unit],) * 2:
-            raise ConfigError(
-                f"Fit of {self.what}: {counts[0]} coefficients and {counts[1]} errors; over "
-                f"{self.unit} there are {NUM_COEFFICIENTS[self.unit]}"
-            )
+            wrong = f"Fit of {self.what}: {counts[0]} coefficients and {counts[1]} errors"
+            raise ConfigError(f"{wrong}; over {self.unit} there are {NUM_COEFFICIENTS[self.unit]}")
         if not len(self.sizes) == len(self.seconds) == len(self.held_out) > sum(self.held_out):
             raise ConfigError(
                 f"Fit of {self.what}: {len(self.sizes)} sizes, {len(self.seconds)} seconds and "

@@ -179,11 +179,6 @@ class Passes:
     def __post_init__(self) -> None:
         fields(self, linear=rate, attention=rate, exchanges=rate)
 
-    def over(self, timed: "Passes") -> "Passes":
-        """Return the ratios for a cost model that was timed in other passes; wires were not."""
-        linear, attention = self.linear / timed.linear, self.attention / timed.attention
-        return replace(self, linear=linear, attention=attention)
-
     def cost(self, cost: Cost) -> Cost:
         """Return the cost model whose seconds cover all passes."""
         if self == FORWARD:
@@ -230,9 +225,6 @@ class Cluster:
             delay the step where they take longer than the compute.
         passes: What is predicted: forward passes, or the passes of a training step, as `TRAINING`.
             The rates above hold for a forward pass.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     num_nodes: int
@@ -252,10 +244,8 @@ class Cluster:
         fields(self, intra_bytes_per_s=rate, inter_bytes_per_s=rate, pack_bytes_per_s=rate)
         fields(self, latency_s=number, piece_s=number, passes=(of_type, Passes, "a Passes(..)"))
         if self.num_ranks > MAX_RANKS:
-            raise ConfigError(
-                f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}): "
-                f"{self.num_ranks} ranks, at most {MAX_RANKS} can be planned for"
-            )
+            wrong = f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node})"
+            raise ConfigError(f"{wrong} has {self.num_ranks} ranks: give at most {MAX_RANKS}")
 
     @property
     def num_ranks(self) -> int:
@@ -320,10 +310,8 @@ class Cluster:
 def _shape(cost: Cost) -> tuple[int, int]:
     """Return the width and the layers of a model, which decide the bytes of its exchanges."""
     if not isinstance(cost, TransformerCost):
-        raise ConfigError(
-            f"the wires of a bag carry activations, but {type(cost).__name__} does not know the "
-            "width of the model: use a TransformerCost, or bags of one rank"
-        )
+        wrong = f"{type(cost).__name__} does not know the width of the model, so no bytes on wires"
+        raise ConfigError(f"{wrong}: use a TransformerCost, or bags of one rank")
     return cost.d_model, cost.num_layers
 
 
@@ -415,9 +403,6 @@ class HardwareProfile:
         piece_s: See `Cluster`; None: 0.
         note: The origin of the numbers, in words.
         calibration: The measurements of `bascule calibrate`; None: the numbers have another origin.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     device: str
@@ -447,10 +432,8 @@ class HardwareProfile:
             value = getattr(self, name) or 0.0
             is_same = math.isclose(value, measured, rel_tol=1e-6)  # rounding, in a file
             if name in self.calibration.measured and not is_same:  # costs follow from the curves
-                raise ConfigError(
-                    f"HardwareProfile({name}={value}): its calibration measured {measured}; to "
-                    'give a number of your own, take "calibration" out and say source="given"'
-                )
+                wrong = f"HardwareProfile({name}={value}): its calibration measured {measured}"
+                raise ConfigError(f'{wrong}: take "calibration" out and say source="given" first')
 
     def __str__(self) -> str:
         """Return one line: the numbers, and whether anybody measured them."""
@@ -498,10 +481,8 @@ class HardwareProfile:
     def numbers_of(self, *names: str) -> list[float]:
         """Return numbers by field; a ConfigError names the missing ones."""
         if missing := [name for name in names if getattr(self, name) is None]:
-            raise ConfigError(
-                f"the hardware profile of {self.device} has no {', '.join(missing)}: add what is "
-                "missing to the file, or use another profile"
-            )
+            wrong = f"the hardware profile of {self.device} has no {', '.join(missing)}"
+            raise ConfigError(f"{wrong}: add what is missing to the file, or use another profile")
         return [getattr(self, name) for name in names]
 
     def cluster(self, num_nodes: int, ranks_per_node: int) -> Cluster:
@@ -550,10 +531,8 @@ class HardwareProfile:
         """Read the values of `to_dict`, or of its JSON; messages begin with `name`."""
         values = cast(dict[str, Any], values) if isinstance(values, dict) else {}
         if {key: values.get(key) for key in _FORMAT} != _FORMAT:
-            raise ConfigError(
-                f"{name} is no hardware profile of version {_FORMAT['version']}, as "
-                f"HardwareProfile.save writes them; by name there is {', '.join(KNOWN_PROFILES)}"
-            )
+            wrong = f"{name} is no hardware profile of version {_FORMAT['version']}"
+            raise ConfigError(f"{wrong}: save one, or give one of {', '.join(KNOWN_PROFILES)}")
         values = {key: value for key, value in values.items() if key not in _FORMAT}
         values.pop("attention", None)  # a fit that former versions saved, and nothing reads
         try:

@@ -96,9 +96,6 @@ class TransformerCost:
             layers, if known; limits on memory need it.
         num_heads: Heads of keys and values, which the ranks of a bag share; attention takes as long
             as the rank with the most. None: not known, as if ranks could always share them evenly.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     d_model: int = 3072
@@ -133,10 +130,8 @@ class TransformerCost:
     def seconds(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
         """Return forward seconds of sequences on a device that was measured."""
         if self.seconds_per_unit is None:
-            raise ConfigError(
-                "this TransformerCost counts FLOPs, not seconds: measure the device with "
-                "fit_latency, or give seconds_per_unit"
-            )
+            wrong = "this TransformerCost counts FLOPs, not seconds"
+            raise ConfigError(f"{wrong}: use fit_latency, or give seconds_per_unit")
         return self(seq_lens, num_pairs) * self.seconds_per_unit
 
 
@@ -168,9 +163,6 @@ class PolynomialCost:
         overhead: Seconds per rank and step: optimiser, gradients, data.
         fit: Confidence in the coefficients, if fitted (`fit_iterations`); ranks do not compare it.
         bytes_per_token: As of a `TransformerCost`.
-
-    Raises:
-        ConfigError: A coefficient is negative or not finite.
     """
 
     quadratic: float

@@ -110,10 +110,8 @@ def fit_latency(
     coefs, residuals = relative_fit(np.stack([linear, attention], axis=1), latency)
     linear_s, attention_s = coefs.tolist()
     if linear_s <= 0.0:
-        raise ConfigError(
-            "fit_latency: the latencies grow faster than the square of the length, so the "
-            "linear layers get no time; measure shorter lengths too, and repeat each measurement"
-        )
+        wrong = "fit_latency: the latencies grow faster than the square of the length"
+        raise ConfigError(f"{wrong}; measure shorter lengths too, and repeat each measurement")
     return TransformerCost(
         d_model,
         gamma=attention_s / linear_s,
@@ -135,9 +133,6 @@ def fit_item_latency(
         item_lens: (n,) tokens of each measured item, at least three different lengths.
         seconds: (n,) forward latency of each.
         num_pairs: As in `fit_latency`.
-
-    Raises:
-        ConfigError: Too few points, or a value that is not positive.
     """
     tokens, latency = _latencies("fit_item_latency", item_lens, seconds, 3)
     pairs = tokens**2 if num_pairs is None else floats("fit_item_latency: num_pairs", num_pairs)
@@ -152,15 +147,11 @@ def _latencies(
     tokens, latency = floats(f"{what}: seq_lens", seq_lens), floats(f"{what}: seconds", seconds)
     few = tokens.ndim != 1 or np.unique(tokens).size < num_lengths
     if few or tokens.shape != latency.shape:
-        raise ConfigError(
-            f"{what}: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
-            f"each length, and at least {num_lengths} different lengths"
-        )
+        wrong = f"{what}: {tokens.shape} lengths and {latency.shape} seconds; give one latency"
+        raise ConfigError(f"{wrong} for each length, and at least {num_lengths} different lengths")
     if not (_is_time(tokens) & _is_time(latency)).all():
-        raise ConfigError(
-            f"{what}: lengths and seconds must be positive and finite, at most "
-            f"{amount(MAX_NUMBER, '')}: leave the measurement out"
-        )
+        wrong = f"{what}: lengths and seconds must be positive and finite"
+        raise ConfigError(f"{wrong}, at most {amount(MAX_NUMBER, '')}: leave the measurement out")
     return tokens, latency
 
 
@@ -400,10 +391,8 @@ def _observe(
     is_missing = np.isnan(times) & (times.ndim == 2)
     if not (legal := (times == 0) | _is_time(times) | is_missing).all():
         place = np.argwhere(~legal)[0].tolist()
-        raise ConfigError(
-            f"fit_iterations: seconds{place} is {times[tuple(place)]}; times must be finite and "
-            ">= 0: leave the iteration out"
-        )
+        wrong = f"fit_iterations: seconds{place} is {times[tuple(place)]}"
+        raise ConfigError(f"{wrong}; times must be finite and >= 0: leave the iteration out")
     places = np.argwhere(~is_missing)
     if times.ndim == 2:
         work_ORK = work_TRK[~is_missing][:, None, :]
@@ -413,23 +402,17 @@ def _observe(
         work_ORK = np.take_along_axis(work_TRK, order_TR[:, :, None], axis=1)
     times = times[~is_missing]
     if times.size < MIN_OBSERVATIONS:
-        raise ConfigError(
-            f"fit_iterations: {times.size} measurements, at least {MIN_OBSERVATIONS} are needed, "
-            "and ten are better: measure more iterations"
-        )
+        wrong = f"fit_iterations: {times.size} measurements, at least {MIN_OBSERVATIONS} are needed"
+        raise ConfigError(f"{wrong}, and ten are better: measure more iterations")
     # A timer that did not run gives zeros, and any fit of zeros is perfect.
     stopped = (times == 0.0) & (work_ORK[:, :, 2] > 0).any(axis=1)
     if stopped.any():
         place = ", rank ".join(map(str, places[int(stopped.argmax())].tolist()))
-        raise ConfigError(
-            f"fit_iterations: iteration {place} took 0 s with sequences to compute; times must be "
-            "above 0: leave the iteration out, or log the time of every iteration"
-        )
+        wrong = f"fit_iterations: iteration {place} took 0 s with sequences to compute"
+        raise ConfigError(f"{wrong}; times must be above 0: leave it out, or time every iteration")
     if not work_ORK[:, :, 1].any():
-        raise ConfigError(
-            "fit_iterations: no measured iteration has a token, at least one is needed: measure "
-            "iterations that compute"
-        )
+        wrong = "fit_iterations: no measured iteration has a token, at least one is needed"
+        raise ConfigError(f"{wrong}: measure iterations that compute")
     return work_ORK, times
 
 

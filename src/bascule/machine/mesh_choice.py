@@ -90,11 +90,8 @@ def choose_mesh(
         if num_ranks // guidance % ring == 0 and num_ranks // guidance // ring <= step.num_heads
     ]
     if not meshes:
-        raise ConfigError(
-            f"choose_mesh: {num_ranks} ranks for {step.num_passes} passes, {step.num_heads} heads "
-            f"and rings of {most} at most: raise max_ring_degree, use fewer ranks, or give data "
-            "replicas their own"
-        )
+        wrong = f"choose_mesh: {num_ranks} ranks, {step.num_passes} passes, {step.num_heads} heads"
+        raise ConfigError(f"{wrong}, rings up to {most}: raise max_ring_degree, or use fewer ranks")
 
     def order(mesh: InferenceMesh) -> tuple[bool, int, bool, int]:
         is_uneven = step.num_passes % mesh.guidance > 0

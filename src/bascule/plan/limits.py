@@ -1,6 +1,6 @@
 """Hard limits of a rank; limits on bytes as limits on tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -59,20 +59,16 @@ class Limits:
             raise ConfigError(f"{wrong}: give one number, or one a rank")
         return np.full(num_ranks, np.inf if most is None else most, np.float64)
 
-    def mapped(self, change: Callable[[Floats], Floats], num_ranks: int) -> "Limits":
-        """Apply `change` to the (num_ranks,) room of each limit; limits of alike ranks stay."""
+    def of_bags(self, first_ranks: Ints, num_ranks: int) -> "Limits":
+        """Return the limits of a rank of each bag: the least among its ranks."""
         if self.are_alike:
             return self
         rooms = {
-            name: change(self.room(name, num_ranks)).astype(np.int64).tolist()
+            name: np.minimum.reduceat(self.room(name, num_ranks), first_ranks).astype(int).tolist()
             for name in ("tokens", "items", "num_bytes")
             if getattr(self, name) is not None
         }
         return Limits(**rooms)
-
-    def of_bags(self, first_ranks: Ints, num_ranks: int) -> "Limits":
-        """Return the limits of a rank of each bag: the least among its ranks."""
-        return self.mapped(lambda room: np.minimum.reduceat(room, first_ranks), num_ranks)
 
     def keeps(self, **sums: npt.NDArray[Any]) -> bool:
         """Return whether no rank exceeds a limit; `sums` are (.., ranks) amounts by limit."""
@@ -98,10 +94,8 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     per_token = cost.bytes_per_token if isinstance(cost, TransformerCost | PolynomialCost) else None
     if per_token is None:
         if limited.num_bytes is not None:
-            raise ConfigError(
-                f"Limits(num_bytes={limited.num_bytes}): the cost model has no bytes_per_token, "
-                "the bytes of activations of a token: give it, or limit tokens"
-            )
+            wrong = f"Limits(num_bytes={limited.num_bytes}): the cost model has no bytes_per_token"
+            raise ConfigError(f"{wrong}: give it, or limit tokens")
         return limits
     memory = limited.num_bytes or (cluster and cluster.memory_bytes)
     if memory is None:
@@ -109,10 +103,8 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     num_ranks = max(np.size(memory), np.size(limited.tokens or 0))
     fitting = np.broadcast_to(np.array(memory) / per_token, np.shape(memory) or num_ranks)
     if fitting.min() < 1:
-        raise ConfigError(
-            f"a rank's {np.min(memory):,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "
-            "Limits(num_bytes=..), or check bytes_per_token"
-        )
+        wrong = f"a rank's {np.min(memory):,.0f} bytes hold no token of {per_token:,.0f} bytes"
+        raise ConfigError(f"{wrong}: raise Limits(num_bytes=..), or check bytes_per_token")
     most = np.minimum(np.minimum(fitting, MAX_WHOLE), limited.room("tokens", fitting.size))
     are_alike = np.ndim(memory) == np.ndim(limited.tokens or 0) == 0
     tokens = int(most[0]) if are_alike else most.astype(int).tolist()

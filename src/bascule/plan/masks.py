@@ -229,9 +229,7 @@ def masks_of(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
     if isinstance(masks, str) and masks in _NAMES:
         return Masks.alike(seq_lens, causal=masks == "causal")
     if isinstance(masks, str | bytes) or not isinstance(masks, Sequence):
-        raise ConfigError(
-            f'rank {rank}: masks={shown(masks)}: give "full", "causal", or a list of one a sequence'
-        )
+        raise ConfigError(f'rank {rank}: masks={shown(masks)}: give "full", "causal", or a list')
     if len(each := cast(Sequence[Any], masks)) != seq_lens.size:
         raise ConfigError(
             f"rank {rank}: {len(each)} masks for {seq_lens.size} sequences: give one each"

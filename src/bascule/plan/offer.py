@@ -214,10 +214,8 @@ def _joined(masks: Sequence[Masks | None], counts: Ints) -> Masks | None:
     if len(without) == np.count_nonzero(counts):
         return None
     if without:
-        raise ConfigError(
-            f"ranks {without} give sequences without masks, and others with: give "
-            'Sequences(.., masks=..) on all ranks, "full" where tokens see everything'
-        )
+        wrong = f"ranks {without} give sequences without masks, and others with"
+        raise ConfigError(f'{wrong}: give masks=.. on all ranks, "full" where tokens see all')
     return Masks.joined([mask for mask in masks if mask is not None])
 
 

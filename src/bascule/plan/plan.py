@@ -321,12 +321,7 @@ def plan_step(
     Errors are those of `plan_batch`, and name the microbatch.
     """
     terms = Terms(topology, cost, limits, speeds, cluster, locality_tolerance)
-    offers: list[Offer] = []
-    for place, loaded in enumerate(microbatches):
-        try:
-            offers.append(offer_of(loaded))
-        except ConfigError as error:
-            raise ConfigError(f"microbatch {place}: {error}") from None
+    offers = [_of_microbatch(place, offer_of, loaded) for place, loaded in enumerate(microbatches)]
     worlds = {offer.num_ranks for offer in offers}
     if len(worlds) > 1:
         raise ConfigError(f"microbatches for {sorted(worlds)} ranks: all need the same world")
@@ -432,8 +427,7 @@ class Priced:
         cluster, tolerance = self.terms.cluster, self.terms.locality_tolerance
         if tolerance is None and cluster is not None and cluster.num_nodes > 1:
             tolerance = _NODE_TOLERANCE
-        source = Source(self.offer.owner, self.offer.lens, self.prices.topology, cluster)
-        decision = bring_home(problem, solve(problem), source, tolerance)
+        decision = bring_home(self, problem, solve(problem), tolerance)
         return self.plan_of(decision.bin_of, decision.loads, decision.lower_bound)
 
     def as_loaded(self) -> Plan:
@@ -458,10 +452,8 @@ class Priced:
         plan = Plan(*sequences, bag_of, loads, bound, masks, offer.context_lens, speeds)
         if offer.lens.sum(dtype=np.float64) > MAX_TOKENS and plan.tokens.max() > MAX_TOKENS:
             fullest = int(plan.tokens.argmax())
-            raise PlanError(
-                f"rank {fullest} would hold {plan.tokens[fullest]} tokens, but cu_seqlens counts "
-                f"at most {MAX_TOKENS}: use larger bags, or shorter sequences"
-            )
+            wrong = f"rank {fullest} would hold {plan.tokens[fullest]} tokens"
+            raise PlanError(f"{wrong}, above {MAX_TOKENS}: use larger bags, or shorter sequences")
         return plan
 
 
@@ -543,45 +535,33 @@ def weigh(before: float, after: float, *, min_gain: float = 0.0, exchange: float
 # --- what stays at home ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """The ranks that loaded the sequences of a plan."""
-
-    ranks: Ints  # (num_seqs,)
-    lens: Ints  # (num_seqs,) tokens
-    topology: Topology
-    cluster: Cluster | None  # None: all ranks are on one node
-
-    @property
-    def home(self) -> Ints:
-        """(num_seqs,) bag of the rank that loaded each sequence."""
-        return self.topology.bag_of_rank[self.ranks]
-
-    def homes(self, ceiling: float) -> Homes:
-        """Return the bags that sequences prefer, by tokens that leave their node, then rank."""
-        lens, staying = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
-        if self.cluster is None or self.cluster.num_nodes == 1:
-            return Homes(self.home, lens, ceiling, staying)
-        bags, per_node = self.topology.bag_of_rank, self.cluster.ranks_per_node
-        shares = np.zeros((self.topology.num_bags, self.cluster.num_nodes))  # of a bag's ranks
-        np.add.at(shares, (bags, np.arange(bags.size) // per_node), 1.0)
-        shares /= self.topology.bag_sizes[:, None]
-        regions = Regions(lens, self.ranks // per_node, shares)
-        return Homes(self.home, lens / (2.0 * lens.sum() + 1.0), ceiling, staying, regions)
+def _homes(priced: Priced, ceiling: float) -> Homes:
+    """Return the bags that sequences prefer, by tokens that leave their node, then rank."""
+    offer, topology, cluster = priced.offer, priced.prices.topology, priced.terms.cluster
+    lens, staying = offer.lens.astype(np.float64), 1.0 / topology.bag_sizes
+    bags, home = topology.bag_of_rank, topology.bag_of_rank[offer.owner]
+    if cluster is None or cluster.num_nodes == 1:
+        return Homes(home, lens, ceiling, staying)
+    shares = np.zeros((topology.num_bags, cluster.num_nodes))  # of a bag's ranks
+    np.add.at(shares, (bags, np.arange(bags.size) // cluster.ranks_per_node), 1.0)
+    shares /= topology.bag_sizes[:, None]
+    regions = Regions(lens, offer.owner // cluster.ranks_per_node, shares)
+    return Homes(home, lens / (2.0 * lens.sum() + 1.0), ceiling, staying, regions)
 
 
 def bring_home(
-    problem: Problem, decision: Assignment, source: Source, tolerance: float | None
+    priced: Priced, problem: Problem, decision: Assignment, tolerance: float | None
 ) -> Assignment:
     """Change the earliest plan so that fewer tokens leave home.
 
     A tolerance of 0.01 accepts a makespan 1 % later; None only relabels equal bags, and moves
     nothing where the batch as loaded is as early and as even.
     """
-    if not source.lens.size or problem.num_bins == 1:
+    if not problem.num_items or problem.num_bins == 1:
         return decision
     good_enough = max(decision.makespan, decision.lower_bound * _SAME)
-    home = Assignment.of(problem, source.home, decision.lower_bound)
+    bag_of_source = priced.prices.topology.bag_of_rank[priced.offer.owner]
+    home = Assignment.of(problem, bag_of_source, decision.lower_bound)
     if (
         home.makespan <= good_enough
         and (tolerance is not None or _is_as_even(home, decision))
@@ -589,8 +569,8 @@ def bring_home(
     ):
         return home
     ceiling = good_enough * (1.0 + (tolerance or 0.0)) / problem.unit
-    homes = source.homes(max(ceiling, problem.makespan(decision.bin_of)))  # both are rounded
-    if tolerance is not None and source.lens.size <= _MAX_SEARCHED:
+    homes = _homes(priced, max(ceiling, problem.makespan(decision.bin_of)))  # both are rounded
+    if tolerance is not None and problem.num_items <= _MAX_SEARCHED:
         bag_of, _ = near_home(problem, decision.bin_of, homes)
     else:
         bag_of = relabel(problem, decision.bin_of, homes)

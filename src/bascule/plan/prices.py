@@ -50,10 +50,8 @@ class RankState:
             fast = amounts("speeds", speeds)
             is_legal = ((fast >= _SLOWEST) & (fast <= 1 / _SLOWEST)).all()
             if fast.size != num_ranks or not is_legal:
-                raise ConfigError(
-                    f"speeds={shown(fast.tolist())}: give one for each of the {num_ranks} ranks, "
-                    f"{_SLOWEST} to {number(1 / _SLOWEST)}, where 1 is the cost model's speed"
-                )
+                wrong = f"speeds={shown(fast.tolist())}: give one for each of the {num_ranks} ranks"
+                raise ConfigError(f"{wrong}, {_SLOWEST} to {number(1 / _SLOWEST)}; 1 is usual")
         return cls(carried, fast)
 
 

@@ -1,12 +1,8 @@
 """Chunks of sequences on ranks, and the index tables that move their tokens there.
 
 Both layouts follow the order of global sequence ids: *source*, as loaded, and *compute*, in which
-each rank of a bag has one chunk of each of its sequences. Sequences a and b in a bag of two ranks:
-
-    source   rank 0: a0 a1 a2 a3 a4   rank 1: b0 b1 b2
-    compute  rank 0: a0 a1 a2 b0      rank 1: a3 a4 b1 b2
-
-Sequences A of six tokens and B of two, loaded by ranks 0 and 1, in a bag of two ranks::
+each rank of a bag has one chunk of each of its sequences. Sequences A of six tokens and B of two,
+loaded by ranks 0 and 1, in a bag of two ranks::
 
                      rank 0              rank 1
     source           A0 A1 A2 A3 A4 A5   B0 B1
@@ -16,10 +12,7 @@ Sequences A of six tokens and B of two, loaded by ranks 0 and 1, in a bag of two
 A bag of G * R ranks cuts a sequence into as many chunks: ring rank r, of G ranks that share heads,
 has the G chunks from r G on. Under causal masks there are twice as many, and ring rank r has the
 r-th and the (2 R - 1 - r)-th run of G, early chunks first (zigzag), so that all have the same work;
-documents that do not see each other are cut one by one. With R = 2 and G = 1, causal:
-
-    source   rank 0: a0 a1 a2 a3 a4 a5 a6 a7
-    compute  rank 0: a0 a1 a6 a7      rank 1: a2 a3 a4 a5
+documents that do not see each other are cut one by one.
 
 An all-to-all delivers in the order of source ranks: only where a rank has two chunks of a sequence,
 a second pass puts them in place.

@@ -73,10 +73,8 @@ class DataCode:
             raise ConfigError(f"g times b is at most {MAX_SEQUENCES} samples a step")
         # The factor for aspect ratios adds up to 4 %, text a little.
         if self.image_tokens > MAX_LENGTH * 0.96 - MAX_TEXT_TOKENS:
-            raise ConfigError(
-                f"a sample has {self.image_tokens} visual tokens and more, at most {MAX_LENGTH} "
-                "are legal: use fewer pixels or frames"
-            )
+            wrong = f"a sample has {self.image_tokens} visual tokens and more, above {MAX_LENGTH}"
+            raise ConfigError(f"{wrong}: use fewer pixels or frames")
 
     def __str__(self) -> str:
         return (
@@ -121,10 +119,8 @@ def parse_data_codes(spec: str) -> tuple[DataCode, ...]:
     for position, term in enumerate(spec.split(","), start=1):
         match = _CODE.fullmatch(term.strip())
         if match is None:
-            raise ConfigError(
-                f"data codes {shown(spec)}: term {position} {shown(term.strip())} is not "
-                f"{_CODE_FORM}"
-            )
+            wrong = f"data codes {shown(spec)}"
+            raise ConfigError(f"{wrong}: term {position} {shown(term.strip())} is not {_CODE_FORM}")
         ranks, samples, pixels, frames, compressed = map(int, match.groups())
         try:
             codes.append(DataCode(ranks, samples, pixels, frames, bool(compressed)))
@@ -141,10 +137,8 @@ def check_world(codes: Sequence[DataCode], world_size: int) -> None:
         below, above = world_size // unit * unit, -(-world_size // unit) * unit
         nearest = f"{below} or {above}" if below > 0 else str(unit)
         mix = shown(",".join(map(str, codes))).strip("'")
-        raise ConfigError(
-            f"data codes {mix} describe {unit} ranks, which does not fit a world of {world_size}; "
-            f"nearest legal world size: {nearest}"
-        )
+        wrong = f"data codes {mix} describe {unit} ranks, which does not fit a world"
+        raise ConfigError(f"{wrong} of {world_size}; nearest legal world size: {nearest}")
 
 
 def num_ranks_of(codes: Sequence[DataCode]) -> int:
@@ -202,18 +196,14 @@ def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list
         raise ConfigError(f"{path} holds no lengths; write one line per source rank")
     num_lines, num_lens = max(len(rows), len(lines)), sum(map(len, rows))
     if num_lines > MAX_RANKS or num_lens > MAX_SEQUENCES:
-        raise ConfigError(
-            f"{path} lists {num_lens} lengths in {num_lines} lines; at most {MAX_SEQUENCES} "
-            f"lengths and {MAX_RANKS} ranks can be planned for"
-        )
+        wrong = f"{path} lists {num_lens} lengths in {num_lines} lines"
+        raise ConfigError(f"{wrong}; give at most {MAX_SEQUENCES} lengths on {MAX_RANKS} lines")
     if num_ranks is None or len(rows) == num_ranks:
         return rows
     if len(rows) == 1:
         return deal(rows[0], num_ranks)
-    raise ConfigError(
-        f"{path} lists {len(rows)} source ranks (one a line), which does not fit {num_ranks}; use "
-        f"{len(rows)} ranks, or put all lengths on one line to deal them round robin"
-    )
+    wrong = f"{path} lists {len(rows)} source ranks (one a line), which does not fit {num_ranks}"
+    raise ConfigError(f"{wrong}; use {len(rows)} ranks, or put all lengths on one line")
 
 
 def _text_rows(lines: Sequence[str], path: str | Path) -> list[list[int]]:
@@ -242,7 +232,5 @@ def _json_rows(text: str, path: str | Path) -> list[list[int]]:
 
 def _length(value: object, where: str) -> int:
     if not is_int(value) or not 0 <= value <= MAX_LENGTH:
-        raise ConfigError(
-            f"{where}: {shown(value)} is not a length, a whole number 0..{MAX_LENGTH}"
-        )
+        raise ConfigError(f"{where}: {shown(value)} is not a length, whole from 0 to {MAX_LENGTH}")
     return value

@@ -486,10 +486,8 @@ def _parts(turn: Any, role: str) -> list[str]:
         return [str(turn)]
     names = next(([name] for name in _CONTENTS if name in turn), _SPEAKERS & turn.keys())
     if not names:
-        raise ConfigError(
-            f"has turns with {named(turn)}, and no {' or '.join(_CONTENTS)}: count no text by "
-            f"--columns {role}="
-        )
+        wrong = f"has turns with {named(turn)}, and no {' or '.join(_CONTENTS)}"
+        raise ConfigError(f"{wrong}: count no text by --columns {role}=")
     contents = [turn[name] for name in sorted(names)]
     parts = [part for text in contents for part in (text if isinstance(text, list) else [text])]
     return [str(part.get("text", "") if isinstance(part, dict) else part or "") for part in parts]

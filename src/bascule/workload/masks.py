@@ -74,10 +74,8 @@ class MaskModel:
             raise ConfigError(f"MaskModel(grid={self.grid}): give (frames, height, width)")
         num_blocks = sum(-(-segment // self.block) for segment in self.segments)
         if (cells := self.num_heads * num_blocks**2) > MAX_CELLS:
-            raise ConfigError(
-                f"MaskModel: {num_blocks:,} blocks of {self.block} tokens in {self.num_heads} "
-                f"heads are {cells:,} cells, at most {MAX_CELLS:,}: use larger blocks"
-            )
+            wrong = f"MaskModel: {num_blocks:,} blocks, {self.num_heads} heads make {cells:,} cells"
+            raise ConfigError(f"{wrong}, at most {MAX_CELLS:,}: use larger blocks")
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -241,20 +239,14 @@ def load_masks(path: str | Path) -> Bools:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"cannot read masks from {path}: {reason}") from None
     if masks.dtype != np.bool_:
-        raise ConfigError(
-            f"{path}: masks are {masks.dtype}, and must be bool, True where a block is computed: "
-            "save masks.astype(bool)"
-        )
+        wrong = f"{path}: masks are {masks.dtype}, and must be bool, True where a block is computed"
+        raise ConfigError(f"{wrong}: save masks.astype(bool)")
     if not 3 <= masks.ndim <= 5 or 0 in masks.shape:
-        raise ConfigError(
-            f"{path}: masks of shape {masks.shape}; give (heads, q_blocks, kv_blocks), with "
-            "layers, or steps and layers, before them, and at least one of each"
-        )
+        wrong = f"{path}: masks of shape {masks.shape}; give (heads, q_blocks, kv_blocks), maybe"
+        raise ConfigError(f"{wrong} after layers, or after steps and layers, at least one of each")
     if not masks.any():
-        raise ConfigError(
-            f"{path}: no block of these masks is computed. True means computed, so save ~masks "
-            "if your masks say what is hidden"
-        )
+        wrong = f"{path}: no block of these masks is computed. True means computed"
+        raise ConfigError(f"{wrong}, so save ~masks if your masks say what is hidden")
     return masks.reshape((1,) * (5 - masks.ndim) + masks.shape)
 
 
@@ -282,10 +274,8 @@ class MaskFile:
         """Write the mask of a layer, after full masks for skipped layers; None ends the pass."""
         shape = self._shape if masks is None else masks.shape
         if shape != self._shape and self._num_masks:
-            raise ConfigError(
-                f"{self._path}: a mask of shape {shape} after masks of {self._shape}: name layers "
-                "of other sizes in dense_layers, and save each resolution to a file of its own"
-            )
+            wrong = f"{self._path}: a mask of shape {shape} after masks of {self._shape}"
+            raise ConfigError(f"{wrong}: name such layers in dense_layers; save resolutions apart")
         self._shape = shape
         full = [np.ones(shape, np.bool_)] * (self._num_before + layer - self._num_masks)
         for mask in [*full, *([] if masks is None else [masks])]:
@@ -344,8 +334,6 @@ def _from_archive(path: Path) -> npt.NDArray[Any]:
     sizes = tuple(shape.ravel().tolist()) if shape.dtype.kind in "iu" else ()
     num_bits, is_row = math.prod(sizes), packed.dtype == np.uint8 and packed.ndim == 1
     if not sizes or min(sizes) < 0 or not is_row or packed.size != -(-num_bits // 8):
-        raise ConfigError(
-            f"{path}: packed is {packed.dtype} of shape {packed.shape}, and shape is {shape}: "
-            "packed must be one row of uint8 with a bit for each cell of masks of that shape"
-        )
+        wrong = f"{path}: packed is {packed.dtype} of shape {packed.shape}, and shape is {shape}"
+        raise ConfigError(f"{wrong}: give a row of uint8, a bit for each cell of that shape")
     return np.unpackbits(packed, count=num_bits).view(np.bool_).reshape(sizes)

@@ -77,10 +77,8 @@ class ManifestOptions(TokenOptions):
         assert self.manifest is not None
         manifest = self.read_table(self.manifest)
         if max_tokens is not None and (longest := int(manifest.lens.max())) > max_tokens:
-            raise ConfigError(
-                f"--max-tokens {max_tokens}: a sample of {self.manifest} has {longest:,} tokens: "
-                "raise it, or scale images down, for example --bucket 256:16"
-            )
+            wrong = f"--max-tokens {max_tokens}: a sample of {self.manifest} has {longest:,} tokens"
+            raise ConfigError(f"{wrong}: raise it, or scale images down, as by --bucket 256:16")
         return manifest
 
     def check_manifest(self, *others: str) -> None:

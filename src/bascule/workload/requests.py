@@ -169,9 +169,7 @@ class Sizes:
         for word in words:
             match = _CLASS.fullmatch(word)
             if match is None:
-                raise ConfigError(
-                    f"{word!r}: write a size, steps and a share, such as 1024x1024@25=0.6"
-                )
+                raise ConfigError(f"{word!r}: write a size, steps and a share, as 1024x1024@25=0.6")
             width, height, frames, steps = (int(text or 1) for text in match.groups()[:4])
             kind = self.request(width=width, height=height, frames=frames, steps=steps)
             due = NEVER if deadline is None else deadline * kind.seconds(1)

@@ -176,10 +176,8 @@ def _csv(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]
         num_quotes = sum(part.count(b'"') for part in chain([head], parts))
     encoding = _encoding(head)
     if num_quotes % 2 and encoding != "utf-16":
-        raise ConfigError(
-            f"{path}: a text begins with a double quote and does not end with one: write quotes "
-            "within texts twice"
-        )
+        fault = f"{path}: a text begins with a double quote and does not end with one"
+        raise ConfigError(f"{fault}: write quotes within texts twice")
     text = head.decode(encoding, "replace")
     line = next((line for line in text.splitlines() if line.strip()), "")
     delimiter = max(",;\t|", key=line.count)
@@ -281,10 +279,8 @@ def _rows_in(value: Any, path: Path) -> Iterator[Mapping[str, Any]]:
         elif value and all(isinstance(item, dict) for item in value.values()):
             value = [{"file_name": name, **row} for name, row in value.items()]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise ConfigError(
-            f"{path}: is {shown(value)}: give a list of rows with names; for lists of lengths use "
-            "--file"
-        )
+        wrong = f"{path}: is {shown(value)}: give a list of rows with names"
+        raise ConfigError(f"{wrong}; for lists of lengths use --file")
     yield from cast(list[dict[str, Any]], value)
 
 
@@ -302,10 +298,6 @@ def _flat_row(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         is_nested = isinstance(value, dict) and not _is_picture(value)
         flat |= _flat_row(value, f"{key}.") if is_nested else {key: value}
     return flat
-
-
-def _tar(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
-    yield from _batched(path, _shard_rows(path), wanted)
 
 
 def _shard_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -366,11 +358,6 @@ def video_size(path: Path) -> tuple[float, ...] | None:
         return None
 
 
-def _toml(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
-    with path.open("rb") as file:
-        yield from _configured(path, tomllib.load(file), wanted)
-
-
 def _configured(path: Path, value: Any, wanted: Wanted) -> Iterator[Batch]:
     """Yield rows of all data sets that a trainer's configuration names."""
     try:
@@ -381,10 +368,8 @@ def _configured(path: Path, value: Any, wanted: Wanted) -> Iterator[Batch]:
         places = (path.parent / name for name in data.places)
         place = next((place for place in places if place.exists()), None)
         if place is None:
-            raise ConfigError(
-                f"{path}: its data {data.places[0]} are not here: run where they are, or give a "
-                "table with their width and height"
-            )
+            wrong = f"{path}: its data {data.places[0]} are not here: run where they are"
+            raise ConfigError(f"{wrong}, or give a table with their width and height")
         if place.is_dir():
             rows = _image_rows(place, data.captions, data.is_deep)
             if data.only_captioned:
@@ -440,7 +425,9 @@ _READERS: dict[str, Callable[[Path, Wanted, list[str] | None], Iterator[Batch]]]
     ".json": _json,
     ".jsonl": _json,
     ".ndjson": _json,
-    ".tar": _tar,
-    ".toml": _toml,
+    ".tar": lambda path, wanted, _: _batched(path, _shard_rows(path), wanted),
+    ".toml": lambda path, wanted, _: _configured(
+        path, tomllib.loads(path.read_text("utf-8")), wanted
+    ),
 }
 _SHARDS = (".parquet", ".arrow", ".tar", ".csv", ".tsv", ".jsonl", ".ndjson")

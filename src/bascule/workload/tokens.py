@@ -171,10 +171,8 @@ def bucket_sizes(bucket: str) -> Ints:
         half = [(w, h) for w in widths if w <= (h := most // w // step * step) <= _MOST_ASPECT * w]
         sizes = sorted({*half, *((h, w) for w, h in half)})
     else:
-        raise ConfigError(
-            f"bucket {shown(bucket)}: give an area and a step, such as 1024:64 or 1280x720:16; or "
-            "480p, 720p or 1080p; or sizes, such as 1024x1024,1152x896"
-        )
+        wrong = f"bucket {shown(bucket)}: give an area and a step, such as 1024:64 or 1280x720:16"
+        raise ConfigError(f"{wrong}; or 480p, 720p or 1080p; or sizes, such as 1024x1024,1152x896")
     if not sizes or min(map(min, sizes)) < 1:
         raise ConfigError(f"bucket {shown(bucket)} has no size: give a larger area")
     return np.array(sizes, dtype=np.int64)

@@ -92,9 +92,7 @@ class _Keys:
 
     def needed(self, key: str, default: Any = None) -> Any:
         if (value := self.pop(key, default)) is None:
-            raise ConfigError(
-                f"{self.path}: says no {key}: write what the trainer's options say into it"
-            )
+            raise ConfigError(f"{self.path}: says no {key}: write what the trainer's options say")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -137,10 +135,8 @@ def data_sets(path: Path, value: Any) -> Iterator[DataSet]:
         kinds = {entry.get("id"): entry.get("conditioning_type") for entry in value}
         sets = [_simpletuner(_Keys(path, entry), kinds) for entry in value]
     elif "directory" in value:
-        raise ConfigError(
-            f"{path}: the areas and buckets of [[directory]] of diffusion-pipe are not applied: "
-            "give the folder of its path itself, with --bucket, for example --bucket 512:16"
-        )
+        wrong = f"{path}: the areas and buckets of [[directory]] of diffusion-pipe are not applied"
+        raise ConfigError(f"{wrong}: give the folder of its path, and for example --bucket 512:16")
     elif "datasets" in value:
         general = value.pop("general", {})
         sets = [
@@ -149,10 +145,8 @@ def data_sets(path: Path, value: Any) -> Iterator[DataSet]:
             for subset in entry.get("subsets", ({},))
         ]
     else:
-        raise ConfigError(
-            f"{path}: has no [[datasets]], as configurations of sd-scripts and musubi-tuner have: "
-            "give the folder or the table of your data"
-        )
+        wrong = f"{path}: has no [[datasets]], as configurations of sd-scripts or musubi-tuner have"
+        raise ConfigError(f"{wrong}: give the folder or the table of your data")
     yield from (data for data in sets if data is not None and data.takes)
 
 
@@ -175,10 +169,8 @@ def _kohya(keys: _Keys) -> DataSet:
     if has_clips:  # for clips musubi-tuner reads neither key
         is_bucketed, no_upscale = True, False
     if is_bucketed and not least <= min(width, height) <= max(width, height) <= most:
-        raise ConfigError(
-            f"{keys.path}: resolution {width} x {height} is not within min_bucket_reso {least} and "
-            f"max_bucket_reso {most}, as sd-scripts needs it: write what its options say into it"
-        )
+        wrong = f"{keys.path}: resolution {width} x {height} is not within min_bucket_reso {least}"
+        raise ConfigError(f"{wrong} and max_bucket_reso {most}: copy the options of sd-scripts")
     table = np.array(
         [*sizes, *(pair[::-1] for pair in sizes)] if is_bucketed else [(width, height)]
     )

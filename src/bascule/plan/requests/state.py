@@ -57,9 +57,7 @@ class Request:
         fields(self, steps=(whole, 1, 10**6), arrival_s=number, once_s=number)
         are_powers = all(degree > 0 and degree & (degree - 1) == 0 for degree in self.step_s)
         if not are_powers or min(self.step_s.values(), default=0) <= 0:
-            raise ConfigError(
-                f"Request(step_s={dict(self.step_s)}): give seconds above 0 for degrees 1, 2, 4, .."
-            )
+            raise ConfigError(f"step_s={self.step_s}: give seconds above 0 for degrees 1, 2, 4, ..")
 
     def seconds(self, degree: int, steps: int | None = None) -> float:
         """Return the seconds of some steps (default: all) at a degree, plus `once_s`."""

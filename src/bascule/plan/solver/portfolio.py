@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,8 @@ _MAX_CLOSED_CELLS = 32  # most such cells where the best so far ends after `_LAT
 _LATE = 1.05
 _MAX_RELAXED_CELLS = 8192  # largest number of items times bins whose relaxation is solved
 _MAX_EXACT_STEPS = 1 << 17  # step budget of the exact solver, in nodes times cells
+
+_makespan = attrgetter("makespan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def solve(
         best = _best(problem, target, _starts(problem, target, free(), quick), quick)
         return Assignment.of(problem, best.bin_of, bound, best.method)
     guess, weights = fluid(problem)
-    at_guess = sorted(_of_kinds(problem, guess), key=lambda start: start.makespan)
+    at_guess = sorted(_of_kinds(problem, guess), key=_makespan)
     least = at_guess[0].makespan * problem.unit
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
@@ -147,13 +150,11 @@ def _unlimited(
     starts = [best]
     if not problem.identical:  # also the greedy's, so that no answer is worse than it
         starts.append(Candidate.of(problem, "knapsack", by_speed(problem, fill_first=True)))
-        starts.sort(key=lambda start: start.makespan)
+        starts.sort(key=_makespan)
     best = starts[0]
     for start in starts:  # few items end far apart, by which start they came from
         if best.makespan > target:
-            best = min(
-                best, start.improved(problem, target), key=lambda candidate: candidate.makespan
-            )
+            best = min(best, start.improved(problem, target), key=_makespan)
     return best, bound
 
 
@@ -197,7 +198,7 @@ def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: b
     if not legal:
         closest = min(illegal, key=lambda candidate: problem.excess(candidate.bin_of))
         raise PlanError(_missed(problem, closest.bin_of))
-    return min(legal, key=lambda candidate: candidate.makespan)
+    return min(legal, key=_makespan)
 
 
 def _exactly(problem: Problem, legal: Sequence[Candidate], target: float) -> Iterator[Candidate]:

@@ -51,7 +51,6 @@ def assign(
         tolerance: Gap at which the search stops. Default: 1e-4; 5e-4 where speeds differ.
 
     Raises:
-        ConfigError: An argument is wrong.
         PlanError: The limits cannot be kept; says what misses by how much.
 
     Example:
@@ -97,10 +96,8 @@ def _speeds(num_bins: int | None, speeds: ArrayLike | None) -> Floats:
     if speed.size == 0:
         raise ConfigError("speeds is empty; at least one bin is needed")
     if not 1.0 / MAX_NUMBER <= speed.min() <= speed.max() <= MAX_NUMBER:
-        raise ConfigError(
-            f"speeds from {written(speed.min())} to {written(speed.max())}: leave out "
-            f"bins without work; speeds go from {written(1 / MAX_NUMBER)} to {written(MAX_NUMBER)}"
-        )
+        wrong = f"speeds from {written(speed.min())} to {written(speed.max())}: leave out bins"
+        raise ConfigError(f"{wrong}, or give {written(1 / MAX_NUMBER)} to {written(MAX_NUMBER)}")
     return speed
 
 
@@ -118,9 +115,9 @@ def _sizes(
         limit_of = {"tokens": limits.tokens, "bytes": limits.num_bytes}
         limited = [name for name, most in limit_of.items() if most is not None]
         if len(limited) == 2 and "" in checked:
+            wrong = f"{limits} restricts tokens and bytes, but sizes can count only one of them"
             raise ConfigError(
-                f"{limits} restricts tokens and bytes, but sizes can count only one of them; keep "
-                'the tighter limit, or give sizes as {"tokens": .., "bytes": ..}'
+                wrong + '; keep one limit, or give sizes as {"tokens": .., "bytes": ..}'
             )
         for name in limited:
             if name not in checked and "" not in checked:
@@ -133,14 +130,10 @@ def _home_bins(location: ArrayLike, num_items: int, num_bins: int) -> Ints:
     if bins.size == 0:
         bins = bins.astype(np.int64)
     if bins.shape != (num_items,) or bins.dtype.kind not in "iu":
-        raise ConfigError(
-            f"location must be {num_items} integers, one per item; got shape {bins.shape} of "
-            f"{bins.dtype}"
-        )
+        what = f"location must be {num_items} integers, one per item"
+        raise ConfigError(f"{what}; got shape {bins.shape} of {bins.dtype}")
     wrong = np.flatnonzero((bins < -1) | (bins >= num_bins))
     if wrong.size:
-        raise ConfigError(
-            f"location[{wrong[0]}] is {bins[wrong[0]]}; it must be a bin, 0 to {num_bins - 1}, "
-            "or -1 for none"
-        )
+        what = f"location[{wrong[0]}] is {bins[wrong[0]]}"
+        raise ConfigError(f"{what}; it must be a bin, 0 to {num_bins - 1}, or -1 for none")
     return bins.astype(np.int64)

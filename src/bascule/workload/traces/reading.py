@@ -258,10 +258,8 @@ def _steps(events: dict[str, list[Event]]) -> tuple[NumberedBy, Ints, Spans]:
         ends = np.sort([event[2] for event in events["optimizer"]])
         numbered_by, spans = "Optimizer.step", spans_of(ends[:-1], ends[1:])
     if not len(spans):
-        raise ConfigError(
-            "it does not show where steps begin: profile with a schedule, and call profiler.step() "
-            "after each step"
-        )
+        wrong = "it does not show where steps begin: profile with a schedule"
+        raise ConfigError(f"{wrong}, and call profiler.step() after each step")
     numbers = np.arange(len(spans), dtype=np.int64)
     return numbered_by, numbers, _extend_to_next(numbers, spans)
 
@@ -299,10 +297,8 @@ def _join(cycles: Sequence[RankTrace]) -> RankTrace:
         for name in ("numbers", "host", "windows", "compute", "calls")
     )
     if len(kinds) > 1 or (np.diff(numbers) <= 0).any() or (np.diff(host[:, 0]) < 0).any():
-        raise ConfigError(
-            f"the files of rank {first.rank} have the same steps, or show steps in unlike ways: "
-            "keep the files of one run in the folder"
-        )
+        wrong = f"the files of rank {first.rank} have the same steps, or show steps in unlike ways"
+        raise ConfigError(f"{wrong}: keep the files of one run in the folder")
     return replace(
         first,
         num_left_out=sum(cycle.num_left_out for cycle in cycles),

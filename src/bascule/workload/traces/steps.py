@@ -170,10 +170,8 @@ def _common_steps(traces: Sequence[RankTrace]) -> Ints:
     first, steps = traces[0], traces[0].numbers
     for trace in traces[1:]:
         if _kind_of(first) != _kind_of(trace):
-            raise ConfigError(
-                f"rank {first.rank} shows steps by {_kind_of(first)}, rank {trace.rank} by "
-                f"{_kind_of(trace)}: profile all ranks alike, with the same activities"
-            )
+            wrong = f"rank {first.rank} shows steps by {_kind_of(first)}, rank {trace.rank} by"
+            raise ConfigError(f"{wrong} {_kind_of(trace)}: profile all with the same activities")
         if first.numbered_by != "ProfilerStep" and first.numbers.size != trace.numbers.size:
             raise ConfigError(
                 f"rank {first.rank} has {first.numbers.size} steps, rank {trace.rank} "

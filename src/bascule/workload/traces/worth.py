@@ -96,11 +96,8 @@ def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
             if mark.origin != origin or step < 0 or time >= trace.host[step, 1]:
                 continue
             if mark.shared_by > 1:
-                raise ConfigError(
-                    f"rank {trace.rank} shared its sequences with {mark.shared_by - 1} others, and "
-                    "a cost model is fitted to ranks that compute alone: trace a run with bags of "
-                    "one rank"
-                )
+                wrong = f"rank {trace.rank} shared its sequences with {mark.shared_by - 1} others"
+                raise ConfigError(f"{wrong}: to fit a cost model, trace bags of one rank")
             key = int(trace.numbers[step]), trace.rank
             lens[mark.what].setdefault(key, []).extend(mark.lens)
     return RunLengths(lens["lens"], lens["lens"] | lens["loaded"])
@@ -166,11 +163,8 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         moved_share=sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
-        raise ConfigError(
-            f"the lengths do not explain the times: a model is {percent(worth.model_error)} off "
-            "the measured step; trace more steps, of more varied lengths, on ranks that "
-            "nothing else uses"
-        )
+        wrong = f"the lengths do not explain the times: a model is {percent(worth.model_error)} off"
+        raise ConfigError(f"{wrong} the measured step; trace more steps, of more varied lengths")
     return worth
 
 

@@ -62,10 +62,8 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
     files = [folder / f"rank{rank}.json" for rank in sorted(events)]
     others = {path.name for path in folder.glob("*.json*")} - {path.name for path in files}
     if others:
-        raise ConfigError(
-            f"cannot write traces to {folder}: it holds {shown(min(others))}, which would be read "
-            "with them; give an empty folder"
-        )
+        wrong = f"cannot write traces to {folder}: it holds {shown(min(others))}"
+        raise ConfigError(f"{wrong}, which would be read with them; give an empty folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for rank, file in zip(sorted(events), files, strict=True):
