@@ -110,7 +110,7 @@ def test_a_rank_without_tokens_compiles() -> None:
 def test_the_example_generates_the_same_latents() -> None:
     done = run_example(EXAMPLE)
     assert done.returncode == 0, done.stderr
-    assert "tokens: 165 of image, 7 of text; 85 to 87 a rank" in done.stdout
+    assert "tokens: 165 of image, 7 of text; 85 to 87 per rank" in done.stdout
     assert "the mesh agrees with one process" in done.stdout
     found = re.search(r"latents \(1, 165, 16\), relative difference (\S+)", done.stdout)
     assert found is not None and 0 < float(found.group(1)) < 1e-5

@@ -477,7 +477,7 @@ def test_refusals_on_all_ranks() -> None:
             SparseConfig(keep=1, strategies=Strategies(slower)),
         ),
         (
-            "1 x 3 ranks (ring x Ulysses) of 2: the product must be 2",
+            "1 x 3 (ring x Ulysses) on 2 ranks: the product must be 2",
             SparseConfig(keep=0.5, strategies=Strategies(MACHINE, meshes=((1, 3),))),
         ),
     ]
