@@ -487,7 +487,7 @@ def test_wrong_models_are_refused_on_all_ranks() -> None:
 
     expect("no split table for Linear: write one", nn.Linear(2, 2) if is_last else model, sp)
     expect("max_tokens is 0; it must be", model, sp, max_tokens=0 if is_last else None)
-    expect("give it all ranks whose gradients", model, wide)
+    expect("give SequenceParallel all ranks", model, wide)
     BalancedModel(model, sp, length_fn=num_tokens)
     expect("is split over ranks already", model, sp)
 

@@ -202,7 +202,7 @@ REFUSED: dict[str, Wrong] = {
     "block": (with_table(blocks={"layers.*": ("text",)}), "names 'layers.*', and Toy has no"),
     "argument": (with_inputs(img=Cut("image")), "names an argument 'img' of Toy"),
     "replicated": (with_table(replicated=("times",)), "names an argument 'times' of Toy"),
-    "segment": (with_inputs(image=Cut("pixels")), "'image', but cuts only pixels, text"),
+    "segment": (with_inputs(image=Cut("pixels")), "'image', and cuts pixels, text"),
     "segment of keys": (with_table(attends={"blocks.*.cross": Keys("words")}), "'words'"),
     "segment of a mask": (with_inputs(text_mask=Mask("words")), "'words'"),
     "older version": (older_version, "use the version of diffusers"),
