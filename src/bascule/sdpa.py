@@ -130,8 +130,7 @@ class SequenceParallelMode(TorchFunctionMode):
         if func in _HIDING:
             raise ConfigError(
                 f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "
-                "F.scaled_dot_product_attention, or compute it within .local() if every rank has "
-                "all of its tokens"
+                "F.scaled_dot_product_attention, or compute it within .local() with all tokens"
             )
         return self.over_mesh(*args, **kwargs)
 
@@ -332,9 +331,8 @@ class SequenceParallelMode(TorchFunctionMode):
         numbers.add(num)
         if sizes := self._softmax_sizes & self._local_tokens:
             raise ConfigError(
-                f"context_parallel: a softmax over {min(sizes)} keys, the tokens of one rank only: "
-                "a layer computes attention without F.scaled_dot_product_attention: let it call "
-                "that, or compute it within .local() if every rank has all its tokens"
+                f"context_parallel: softmax over {min(sizes)} keys of one rank: a layer computes "
+                "attention without F.scaled_dot_product_attention: call that, or enter .local()"
             )
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
@@ -419,8 +417,7 @@ def context_parallel(
             hook.remove()
     if not mode.has_attended:
         raise ConfigError(
-            "context_parallel: nothing within called F.scaled_dot_product_attention, so nothing "
-            "was split; choose this back end for the model's attention"
+            "context_parallel: nothing within called F.scaled_dot_product_attention: choose it"
         )
 
 
@@ -458,8 +455,7 @@ def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
         if not np.linalg.norm(numbers - first) <= _MAX_DISTANCE * np.linalg.norm(first):
             raise ConfigError(
                 f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, and "
-                f"rank {rank} has others than rank 0: leave the number out of `replicated`, and "
-                "run the model without a cache"
+                f"rank {rank} has others than rank 0: do not declare them, or use no cache"
             )
 
 

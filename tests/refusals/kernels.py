@@ -17,7 +17,6 @@ ROWS, SINGLE, DOUBLE = {"block": 128}, {"dtype": torch.float32}, {"dtype": torch
 # Name, device, what is asked for besides bfloat16 and a head width of 64, words.
 KERNELS: list[tuple[str | None, str, dict[str, Any], tuple[str, ...]]] = [
     ("flash4", "cpu", {}, ("kernel 'flash4': choose one of cpu_flash,",)),
-    ("sdpa", "cuda", {}, ("gives no log-sum-exp",)),
     ("plain", "cpu", ROWS, ("'plain' computes all scores", "use one of cpu_loop")),
     ("cpu_flash", "cuda", SINGLE, ("runs on CPUs, not on cuda",)),
     ("cpu_flash", "cuda", PACKED, ("runs on CPUs, not on cuda: use one of aten_flash",)),

@@ -67,8 +67,7 @@ def _check_tokens(
         raise ConfigError(f"{what}: dim={dim!r} of a tensor of shape {tuple(x.shape)}")
     if x.shape[dim] != num:
         raise ConfigError(
-            f"{what}: dim {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, and the layout has "
-            f"{num}"
+            f"{what}: dim {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, the layout has {num}"
         )
 
 
@@ -267,7 +266,7 @@ def _prepare(
         )
     if ranks.degrees == (1, 1):
         wire = None
-    num_heads, sizes = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
+    num_heads, sizes = enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
     if ranks.degrees[1] > 1:
         num_kv = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
         sizes = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * num_kv, num_kv]
@@ -304,7 +303,7 @@ def _operands(
     return q, k, v
 
 
-def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+def enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     """Count key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
     repeat = num_heads // num_kv_heads
     counts = [num_kv_heads * times for times in range(1, repeat + 1) if repeat % times == 0]
@@ -331,14 +330,12 @@ def _check(
     if mask is not None:
         if mask.dtype not in (torch.bool, torch.float32, q.dtype):
             raise ConfigError(
-                f"attention: a mask of {mask.dtype} for q of {q.dtype}: give bool (True is seen; "
-                "of a tokenizer's mask, mask.bool()), or what is added to the scores, as "
-                f"{q.dtype} or torch.float32"
+                f"attention: a mask of {mask.dtype} for q of {q.dtype}: give bool (True: seen), as "
+                f"mask.bool() of a tokenizer's, or numbers to add to scores, {q.dtype} or float32"
             )
         if mask.requires_grad:
             raise ConfigError(
-                "attention: attn_mask requires a gradient, and mesh attention gives it none: "
-                "pass attn_mask.detach()"
+                "attention: attn_mask requires a gradient, and gets none: pass attn_mask.detach()"
             )
         wanted = (q.shape[0], q.shape[1], layout.seq_len, layout.seq_len)
         shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
@@ -355,10 +352,7 @@ def _overlaps(options: AttentionOptions, q: Tensor, ranks: Place, layout: Sequen
     if ulysses == 1:
         return False
     if wanted and layout.zigzag:
-        raise ConfigError(
-            "attention: overlap=True with a zigzag layout, whose tokens are put in order between "
-            "exchange and attention: leave out overlap, or zigzag"
-        )
+        raise ConfigError("attention: overlap=True with a zigzag layout: leave one of them out")
     if wanted is not None:
         return wanted
     is_long = q.shape[0] * q.shape[1] * q.shape[3] * layout.seq_len >= _OVERLAP_FROM

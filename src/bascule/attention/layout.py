@@ -71,14 +71,9 @@ class SequenceLayout:
             degrees = {"ring_degree": degree, "ulysses_degree": degree}
             fields(self, segments=(each, whole), replicated=segment, stripe=whole, **degrees)
             if len(set(self.replicated)) < len(self.replicated):
-                raise ConfigError(
-                    f"SequenceLayout(replicated={self.replicated}): name each segment once"
-                )
+                raise ConfigError(f"replicated={self.replicated}: name each segment once")
         if self.stripe and (self.zigzag or self.replicated):
-            raise ConfigError(
-                f"a layout of blocks of {self.stripe} tokens in turns, zigzag={self.zigzag}, "
-                f"replicated={self.replicated}: give stripe alone"
-            )
+            raise ConfigError(f"{self}: give a stripe, zigzag or replicated segments alone")
 
     @property
     def seq_len(self) -> int:

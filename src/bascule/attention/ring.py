@@ -8,14 +8,19 @@ its keys while the rows of Ulysses arrive, and to keys of other ranks while thei
 Shapes: as in `usp` and `registry`; R ring ranks. Round t works on the keys of rank (r - t) mod R.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge, wide_dtype
+from bascule.attention.kernels.protocol import (
+    Attended,
+    AttentionKernel,
+    merge,
+    nothing_seen,
+    wide_dtype,
+)
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
@@ -91,7 +96,7 @@ def ring_backward(
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     wide = wide_dtype(q)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    travelling = _Travelling(call, k)
+    coming = list[Callable[[], Tensor]]()  # gradients, one round behind the keys
 
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
         dkv = torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
@@ -107,13 +112,14 @@ def ring_backward(
                         total[:, :, at] += part
                     else:  # a row may occur several times
                         total.index_add_(2, at, part.to(total.dtype))
-        travelling.add(turn, dkv)
+        total = dkv.add_(coming.pop()()) if coming else dkv
+        coming.append(_passed_on(call, turn, total))
 
     try:
         rotate(call, k, v, attend)
     finally:
-        arrived = travelling.home()
-    dk, dv = arrived.unbind(0)
+        arrived = [wait() for wait in coming]
+    dk, dv = arrived[0].unbind(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -161,9 +167,7 @@ class Merged:
     def _state(self) -> tuple[Tensor, Tensor]:
         if self._out is not None and self._lse is not None:
             return self._out, self._lse
-        q = self._q
-        lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
+        return nothing_seen(self._q)
 
 
 def rotate(
@@ -217,27 +221,12 @@ def _staged(call: AttentionCall, turn: int, shape: tuple[int, ...], like: Tensor
     return call.ring.calls.staging.take(role, shape, like)
 
 
-class _Travelling:
-    """Gradients of keys and values, which go around the ring one round behind the keys."""
-
-    def __init__(self, call: AttentionCall, k: Tensor) -> None:
-        self._call, self._k = call, k
-        self._coming: Callable[[], Tensor] | None = None
-        self._sum: Tensor | None = None
-
-    def add(self, turn: int, dkv: Tensor) -> None:
-        """Add a round's part to what arrived, and pass it on."""
-        call = self._call
-        self._sum = dkv if self._coming is None else dkv.add_(self._coming())
-        if call.ring is not None:
-            coming = dkv.new_empty(_shape_in(call, turn + 1, dkv))
-            self._coming = _shift(call, self._sum, coming, f"gradients, round {turn + 1}")
-
-    def home(self) -> Tensor:
-        """Return the gradients (2, B, K, Sk, D) of this rank's keys and values."""
-        if self._coming is not None:
-            return self._coming()
-        return self._k.new_empty(2, *self._k.shape) if self._sum is None else self._sum
+def _passed_on(call: AttentionCall, turn: int, dkv: Tensor) -> Callable[[], Tensor]:
+    """Pass gradients (2, B, K, Sk, D) on; the result waits for those of the next round's keys."""
+    if call.ring is None:
+        return lambda: dkv
+    coming = dkv.new_empty(_shape_in(call, turn + 1, dkv))
+    return _shift(call, dkv, coming, f"gradients, round {turn + 1}")
 
 
 def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Callable[[], Tensor]:

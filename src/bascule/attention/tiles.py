@@ -126,9 +126,7 @@ def tiles_of(
     segment.
     """
     if scores.is_near or documents:
-        lens = [
-            [stop - start for start, stop in layout.pieces(r)] for r in range(layout.ring_degree)
-        ]
+        lens = [[end - start for start, end in layout.pieces(r)] for r in range(layout.ring_degree)]
         pieces = Pieces(np.array(lens), 2 if layout.zigzag else 1, ring, q.device)
         masks = Masks.alike(np.array(documents or pieces.seq_lens), causal=True)
         # One span a document, of one sequence.
@@ -260,7 +258,8 @@ def _masked(
     if mask is None:
         part = torch.zeros((1, 1, 1, layout.seq_len), dtype=q.dtype, device=q.device)
     else:
-        part = _rows_of(mask, rows).expand(-1, -1, -1, layout.seq_len)
+        part = mask if mask.shape[2] == 1 else mask.index_select(2, rows)
+        part = part.expand(-1, -1, -1, layout.seq_len)
         if part.is_floating_point():
             highest = _highest(part, layout.seq_len, rows if causal else None).to(wide_dtype(q))
             # Not where the LSE loses nothing, nor where nothing is seen.
@@ -277,10 +276,6 @@ def _masked(
             bias = bias.masked_fill(rows[:, None] < columns, -math.inf)
         tiles.append(Tile(_ALL, _ALL, AttentionMask(bias=bias)))
     return tiles
-
-
-def _rows_of(mask: Tensor, rows: Tensor) -> Tensor:
-    return mask if mask.shape[2] == 1 else mask.index_select(2, rows)
 
 
 def _highest(part: Tensor, num_keys: int, rows: Tensor | None) -> Tensor:

@@ -54,8 +54,7 @@ def check_tensors(what: str, q: Any, k: Any, v: Any, mask: Any = None) -> None:
             raise ConfigError(f"{what}: q, k, v or the mask is a {type(x).__name__}: give tensors")
         if x.layout != torch.strided or x.is_nested:
             raise ConfigError(
-                f"{what}: q, k, v or the mask is nested, or has the layout {x.layout}: give dense "
-                "tensors"
+                f"{what}: q, k, v or the mask is nested or {x.layout}: give dense tensors"
             )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
         raise ConfigError(
@@ -65,8 +64,7 @@ def check_tensors(what: str, q: Any, k: Any, v: Any, mask: Any = None) -> None:
     devices = {x.device for x in (q, k, v, mask) if x is not None}
     if len(devices) > 1 or q.is_meta:
         raise ConfigError(
-            f"{what}: q, k, v and the mask are on {sorted(map(str, devices))}: give all of them "
-            "on one device with data"
+            f"{what}: tensors are on {sorted(map(str, devices))}: give all on one device with data"
         )
     if min(q.dim(), k.dim()) > 2 and 0 in (q.shape[-1], q.shape[-2 if q.dim() == 3 else 1]):
         raise ConfigError(
@@ -212,10 +210,7 @@ def attend(
     mask: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attend exactly with this rank's queries; return the output, laid out as q. Differentiable.
-
-    `sink` is (H,), one more score in each softmax, with a value of 0.
-    """
+    """Attend with this rank's queries; return as q. Differentiable. `sink`: see `api.attention`."""
     if call.name and is_recorded():
         return attend_op(q, k, v, mask, sink, call.sizes, call.name)[0]
     return _Attention.apply(q, k, v, mask, sink, call)
@@ -259,12 +254,7 @@ class _Attention(torch.autograd.Function):
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    call: AttentionCall,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sink: Tensor | None, call: AttentionCall
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Attend as `attend` does, without autograd.
 
@@ -336,10 +326,7 @@ def backward(
     sink: Tensor | None,
     call: AttentionCall,
 ) -> tuple[Tensor, ...]:
-    """Return gradients of q, k, v at home, and of a sink.
-
-    `saved` is what `_Attention.forward` saves.
-    """
+    """Return gradients of q, k, v at home, and of a sink, from what `_Attention.forward` saved."""
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):
         if heads is None:
@@ -425,15 +412,8 @@ def _attend(
 
 
 @torch.library.register_fake("bascule::attend")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    sizes: Sequence[int],
-    name: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (*_, sizes, _) = others
     seq_len, num_q, num_kv = sizes[:3]
     batch, wide = q.shape[0] if q.dim() == 4 else 1, torch.promote_types(q.dtype, torch.float32)
     own = _empty_at_home(q, q)
@@ -460,14 +440,8 @@ def _attend_backward(
 
 
 @torch.library.register_fake("bascule::attend_backward")
-def _(
-    grad: Tensor,
-    saved: Sequence[Tensor],
-    mask: Tensor | None,
-    sink: Tensor | None,
-    sizes: Sequence[int],
-    name: str,
-) -> list[Tensor]:
+def _(grad: Tensor, saved: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+    _, sink, sizes, _ = settings
     k = _keys_like(grad, saved, sizes)
     own = [_empty_at_home(x, grad) for x in (grad, k, k)]
     return own if sink is None else [*own, torch.empty_like(sink)]

@@ -31,10 +31,8 @@ def backend_kernel(name: str) -> FunctionKernel:
     registry = diffusers._AttentionBackendRegistry
     backend = next((known for known in registry._backends if known == name), None)
     if backend is None:
-        raise ConfigError(
-            f"diffusers has no attention back end {name!r}: give one of "
-            f"{', '.join(sorted(known.value for known in registry._backends))}"
-        )
+        names = ", ".join(sorted(known.value for known in registry._backends))
+        raise ConfigError(f"diffusers has no attention back end {name!r}: give one of {names}")
     try:
         diffusers._check_attention_backend_requirements(backend)
         diffusers._maybe_download_kernel_for_backend(backend)
@@ -97,11 +95,7 @@ def _gradients(
 
 
 def chosen_backend(models: Iterable[nn.Module]) -> FunctionKernel | None:
-    """Return the attention back end set for models, or for all of diffusers; None for torch's.
-
-    Raises:
-        ConfigError: Modules have several back ends.
-    """
+    """Return the back end set for models or all of diffusers, None for torch's; refuse several."""
     modules = (module for model in models for module in model.modules())
     processors: list[Any] = [getattr(module, "processor", None) for module in modules]
     names = {

@@ -94,8 +94,7 @@ def samples_in(batch: Sample, table: SplitTable) -> list[Sample]:
         _refuse_array(name, value)
         if isinstance(value, Tensor) and value.dim() <= dim:
             raise ConfigError(
-                f"{name!r} of a batch is a tensor of one number: give one for each sample, "
-                "(batch, ..), or a plain number"
+                f"{name!r} of a batch is a tensor of one number: give (batch, ..), or a number"
             )
         if isinstance(value, Tensor | list):
             sizes[name] = len(value) if isinstance(value, list) else value.shape[dim]
@@ -118,8 +117,7 @@ def _refuse_array(name: str, value: Any) -> None:
     """Refuse an array of numpy, which would be passed on whole like a plain value."""
     if isinstance(value, np.ndarray):
         raise ConfigError(
-            f"{name!r} is an array of numpy of the shape {value.shape}: give "
-            f"torch.from_numpy({name}), or name what has no batch in the `unbatched` of a table"
+            f"{name!r} is an array of numpy of the shape {value.shape}: give torch.from_numpy(..)"
         )
 
 
@@ -184,8 +182,7 @@ class BalancedModel:
                 whole("max_tokens", max_tokens, 1)
             if parallel.data_group is not group:
                 raise ConfigError(
-                    "BalancedModel needs SequenceParallel over all of its data_group: give it all "
-                    "ranks whose gradients are averaged"
+                    "BalancedModel: give SequenceParallel all ranks of its data_group"
                 )
             inner = unwrapped(model)
             return Request(models=[inner], tables=[table_of(inner, table)])

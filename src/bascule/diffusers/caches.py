@@ -20,12 +20,8 @@ from bascule.errors import ConfigError
 from bascule.stand_in import StandIn
 
 _BY_STEP = (  # names of hooks that count steps
-    "pyramid_attention_broadcast",
-    "faster_cache_denoiser",
-    "faster_cache_block",
-    "taylorseer_cache",
-    "mag_cache_leader_block_hook",
-    "mag_cache_block_hook",
+    *("pyramid_attention_broadcast", "faster_cache_denoiser", "faster_cache_block"),
+    *("taylorseer_cache", "mag_cache_leader_block_hook", "mag_cache_block_hook"),
 )
 _BY_VIDEO = "sea_cache_root"
 _LEADER = "fbc_leader_block_hook"
@@ -101,9 +97,8 @@ class Caches:
                 self._have_attended.add(name)
         elif is_sparse:
             raise ConfigError(
-                f"{name} did not call F.scaled_dot_product_attention, and block-sparse attention "
-                "counts calls: call set_attention_backend('native'), remove hooks that skip it, or "
-                "leave out sparse"
+                f"{name} did not call F.scaled_dot_product_attention, which block-sparse attention "
+                "counts: set_attention_backend('native'), remove hooks that skip it, or sparse"
             )
         elif self.is_on and name not in self._have_attended:
             raise ConfigError(
@@ -144,10 +139,7 @@ def branch_of(
     num_parts: int,
     num_groups: int,
 ) -> str | None:
-    """Return a cache's name for the guidance branch of a call; None without a cache.
-
-    `forward` is the model's method, without hooks.
-    """
+    """Return a cache's name for a call's guidance branch, or None; `forward` is without hooks."""
     if "_is_cached" in vars(model):
         raise _cache_dit_error(model)
     owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))

@@ -37,18 +37,16 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
     """
     if mode not in get_args(Mode):
         raise ConfigError(f"compile: mode {mode!r} is not one of {', '.join(get_args(Mode))}")
-    if mode not in _WITHOUT_GRAPHS:
+    if (nearest := _WITHOUT_GRAPHS.get(mode)) is None:
         return
     reason = _why_not_recorded(mesh, device.type)
     if reason is not None:
         raise ConfigError(
-            f"compile: mode {mode!r} records CUDA graphs, and {reason}: use "
-            f"mode={_WITHOUT_GRAPHS[mode]!r}"
+            f"compile: mode {mode!r} records CUDA graphs, and {reason}: use mode={nearest!r}"
         )
     if dynamic:
         raise ConfigError(
-            f"compile: mode {mode!r} records a graph for each shape, which dynamic=True excludes: "
-            f"use dynamic=False, or mode={_WITHOUT_GRAPHS[mode]!r}"
+            f"compile: mode {mode!r} excludes dynamic=True: use dynamic=False, or mode={nearest!r}"
         )
 
 

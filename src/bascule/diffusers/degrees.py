@@ -81,23 +81,13 @@ class AutoMesh:
                 f"mesh='auto': AutoMesh and the config of {type(model).__name__} lack "
                 f"{' and '.join(missing)}: add it, or give degrees"
             )
-        step = DenoisingStep(
-            num_tokens=self.num_tokens or 1,
-            num_heads=num_heads,
-            head_dim=head_dim or 1,
-            num_layers=num_layers or 1,
-            num_passes=self.num_passes,
-        )
+        sizes = self.num_tokens or 1, num_heads, head_dim or 1, num_layers or 1
+        step = DenoisingStep(*sizes, self.num_passes)
         ranks_per_node = self.ranks_per_node
         if ranks_per_node is None:
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        choice = choose_mesh(
-            step,
-            num_ranks,
-            ranks_per_node=ranks_per_node,
-            max_ring_degree=self.max_ring_degree,
-            profile=self.profile,
-        )
+        settings: Any = {"max_ring_degree": self.max_ring_degree, "profile": self.profile}
+        choice = choose_mesh(step, num_ranks, ranks_per_node=ranks_per_node, **settings)
         mesh = choice.chosen
         return Shape(1, mesh.guidance, mesh.ring, mesh.ulysses), choice
 

@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bascule.attention.api import AttentionOptions, SequenceLayout
+from bascule.attention.api import AttentionOptions, SequenceLayout, enough_heads
 from bascule.checks import MAX_RANKS, whole
 from bascule.comm.quantized import Quantized
 from bascule.diffusers.forward_pass import AttentionShape, ForwardPass, PassRecord
@@ -227,8 +228,7 @@ def explain(
             raise ConfigError(f"explain: {reason}: leave out profile")
         if run is None:
             raise ConfigError(
-                "explain(profile=..) runs the model once: give it the model's inputs, or the "
-                "pipeline and its arguments"
+                "explain(profile=..) runs the model: give it the inputs, or a pipeline's arguments"
             )
         profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         works = count_work(split, run)
@@ -269,9 +269,7 @@ def explain(
         for degree, cost in costs.items():
             costs[degree] = replace(cost, seconds=prediction.seconds(cost.ring_degree, degree))
     chosen = costs.pop(ulysses)
-    others = sorted(
-        costs.values(), key=lambda cost: (cost.total_s, cost.busiest_bytes, cost.ring_degree)
-    )
+    others = sorted(costs.values(), key=attrgetter("total_s", "busiest_bytes", "ring_degree"))
     advice = () if prediction is None else _advice(prediction, chosen, others)
     return explanation(chosen=chosen, others=tuple(others), advice=advice)
 
@@ -338,7 +336,7 @@ def _attention_flops(
     """Return 4 FLOPs for each pair of tokens, value of a head, and head of this rank."""
     if shape.gathers:
         return 0.0  # `LayerWork.token_flops` has them
-    num_kv = _kv_heads(shape, layout.ulysses_degree)
+    num_kv = enough_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_degree)
     heads = shape.num_heads // num_kv * HeadShares.split(num_kv, layout.ulysses_degree).of(place[1])
     pairs = layout.ring_len(place[0]) * layout.seq_len
     return float(FLOPS_PER_VALUE * pairs * shape.batch * heads * shape.head_dim)
@@ -347,9 +345,7 @@ def _attention_flops(
 _LEAST_GAIN = 1.02
 
 
-def _advice(
-    prediction: _Prediction, chosen: MeshCost, others: Sequence[MeshCost]
-) -> tuple[str, ...]:
+def _advice(prediction: _Prediction, chosen: MeshCost, others: list[MeshCost]) -> tuple[str, ...]:
     """Return the settings that would be faster for this forward pass, best first."""
     predict = partial(prediction.seconds, chosen.ring_degree, chosen.ulysses_degree)
     compiled = replace(chosen, seconds=predict(is_compiled=True))
@@ -425,7 +421,7 @@ def _traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionSha
         others = layout.ring_degree * layout.ulysses_degree - 1
         rows = 2 * layout.num_tokens(*place) * shape.num_kv_heads * others
         return Traffic(ring=rows * shape.batch * shape.row_bytes)
-    num_kv = _kv_heads(shape, layout.ulysses_degree)
+    num_kv = enough_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_degree)
     passed = [(ring - turn) % layout.ring_degree for turn in range(layout.ring_degree - 1)]
     return Traffic.of_attention(
         HeadShares.split(num_kv, layout.ulysses_degree),
@@ -435,11 +431,3 @@ def _traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionSha
         queries=shape.num_heads // num_kv,
         row_bytes=shape.batch * shape.row_bytes,
     )
-
-
-def _kv_heads(shape: AttentionShape, ulysses: int) -> int:
-    """Return the number of key-value heads, repeated until each Ulysses rank has one."""
-    for num in range(shape.num_kv_heads, shape.num_heads + 1, shape.num_kv_heads):
-        if shape.num_heads % num == 0 and num >= ulysses:
-            return num
-    return shape.num_heads

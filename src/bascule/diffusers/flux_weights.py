@@ -97,8 +97,7 @@ def weights_to_diffusers(ours: Mapping[str, Tensor], config: MMDiTConfig) -> dic
     """Make diffusers' state dict from one of `MMDiT`, the inverse of `weights_from_diffusers`."""
     if config.kv_heads != config.num_heads:
         raise ConfigError(
-            f"{config.kv_heads} key-value heads for {config.num_heads}: a FluxTransformer2DModel "
-            "has as many of both"
+            f"{config.kv_heads} key-value heads for {config.num_heads}: FLUX has as many of both"
         )
     names = dict(_tensors(config))
     missing, unknown = [n for n in names if n not in ours], [n for n in ours if n not in names]

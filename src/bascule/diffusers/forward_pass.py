@@ -150,8 +150,7 @@ class ForwardPass(SequenceParallelMode):
         for name in segments:
             if name not in self._lengths:
                 raise ConfigError(
-                    f"the length of {name} is not known yet: let the table cut it in an input or "
-                    "output of an earlier module"
+                    f"the length of {name} is not known yet: let the table cut it earlier"
                 )
             whole, dim = self._lengths[name]
             lengths.append(whole.shape[dim])
@@ -237,8 +236,7 @@ class ForwardPass(SequenceParallelMode):
             return value
         if value.dim() <= cut.dim:
             raise ConfigError(
-                f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}, after "
-                "the batch"
+                f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}"
             )
         segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
         if segments:
@@ -251,10 +249,7 @@ class ForwardPass(SequenceParallelMode):
         return value.narrow(cut.dim, start, stop - start)
 
     def gather(self, x: Any, cut: Cut) -> Any:
-        """Gather the tokens of all ranks; the backward sums the gradients of all ranks' copies.
-
-        Every rank computes the same loss, so the mean that FSDP and DDP take is the gradient.
-        """
+        """Gather the tokens of all ranks; gradients are as in `attention.api.gather`."""
         if isinstance(x, tuple):
             return self.gather(x[0], cut), *x[1:]
         share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
@@ -389,8 +384,7 @@ class ForwardPass(SequenceParallelMode):
         if self.sparse is not None and torch.compiler.is_compiling():
             if self.is_recomputed:
                 raise ConfigError(
-                    "handle.checkpoint around compiled blocks with block-sparse attention: compile "
-                    "the whole model, or no block"
+                    "handle.checkpoint around compiled blocks with sparse: compile all, or no block"
                 )
             qkv, lengths = (query, key, value), list(layout.segments)
             records = torch.is_grad_enabled() and any([x.requires_grad for x in qkv])

@@ -87,8 +87,7 @@ class GuidedModel(Override):
                 output = None if error else call(**inputs)
                 if any(leaf.requires_grad for leaf in leaves_of(output)):
                     raise ConfigError(  # no exchange brings gradients back
-                        "guidance over ranks has no gradients: call the pipeline, or the model, "
-                        "under torch.no_grad()"
+                        "guidance over ranks has no gradients: call it under torch.no_grad()"
                     )
             except Exception as failure:  # others may not have it: the exchange tells them
                 error = failure
@@ -119,6 +118,5 @@ def check_guided(model: nn.Module) -> None:
     """Refuse a model that FSDP shards."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            f"{type(model).__name__} is sharded by FSDP, so ranks must make each call together: "
-            "use guidance_degree=1, or do not shard it"
+            f"{type(model).__name__} is sharded by FSDP: use guidance_degree=1, or do not shard it"
         )

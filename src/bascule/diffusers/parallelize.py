@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -251,12 +250,7 @@ class ParallelHandle:
             raise ConfigError("undo() was called: call parallelize again, for another handle")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:  # ends the wait of ranks that did not fail in the user's code
             leave(error, f"a call of {type(self.model).__name__}")
         self.undo()
@@ -271,8 +265,7 @@ class ParallelHandle:
         for split in self.parts:
             if split.forward is not None:
                 raise ConfigError(
-                    f"undo() within a forward pass of {type(split.model).__name__}: its tokens are "
-                    "shared over the ranks; call it after the forward pass"
+                    f"undo() within a forward pass of {type(split.model).__name__}: call it later"
                 )
         self._compiled.close()
         for change in (*self._runs, *self._shared_parts, *self._guided, *self.parts):
@@ -319,8 +312,7 @@ class ParallelHandle:
             raise ConfigError("save_masks: no model has sparse=: give it to parallelize")
         if self._guided:
             raise ConfigError(
-                "save_masks: guidance groups compute some forward passes each: use "
-                "guidance_degree=1"
+                "save_masks: guidance groups compute some passes each: use guidance_degree=1"
             )
         is_first = self.ranks is None or self.ranks.rank == 0
         file = agree_on(self.ranks, lambda: MaskFile(path) if is_first else None, what="save_masks")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -116,8 +117,7 @@ def share_parts(
             for_all = replace(settings, features_for="all")
             encoding = TiledVAE(vae, mesh_or_group=ranks, options=for_all)
         methods = {"encode": encoding.encode, "decode": tiled.decode}
-        model: Any = vae
-        both = [_override(vae, *method, lambda: model.use_tiling) for method in methods.items()]
+        both = [_override(vae, *method) for method in methods.items()]
         yield SharedPart(vae, "decode", tiled, tuple(both))
     settings = EncoderOptions(features_for="all", device=device)
     for module in _shared_text_encoders(pipeline, for_texts):
@@ -127,14 +127,10 @@ def share_parts(
             yield SharedPart(module, "encode", encoder, (override,))
 
 
-def _override(
-    module: nn.Module,
-    name: str,
-    shared: Callable[..., Any],
-    is_on: Callable[[], bool] = lambda: True,
-) -> Override:
+def _override(module: nn.Module, name: str, shared: Callable[..., Any]) -> Override:
     def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return (shared if is_on() else method)(*args, **kwargs)
+        is_shared = getattr(module, "use_tiling", True)  # text encoders have no tiles
+        return (shared if is_shared else method)(*args, **kwargs)
 
     return Override(module, name, call)
 
@@ -196,8 +192,7 @@ class PhaseTimes:
         """Seconds of each phase, complete after the call."""
         times = self.begun, self.encoded, self.denoised, self.ended
         return {
-            phase: after - before
-            for phase, before, after in zip(PHASES, times, times[1:], strict=False)
+            phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
         }
 
 

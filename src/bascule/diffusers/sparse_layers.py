@@ -370,10 +370,7 @@ class SparseLayers:
     """States of a model's layers, for the lengths and batches of the latest passes."""
 
     def __init__(
-        self,
-        config: SparseConfig,
-        mesh: AttentionMesh,
-        recorded: dict[int, Bools] | None = None,
+        self, config: SparseConfig, mesh: AttentionMesh, recorded: dict[int, Bools] | None = None
     ) -> None:
         strategies = config.strategies if mesh.whole else None
         self.config, self.mesh = config, mesh

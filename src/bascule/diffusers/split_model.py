@@ -277,11 +277,7 @@ class SplitModel:
                 current.take_out()
 
     def _check_first(
-        self,
-        way: Way,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, way: Way, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Check the table by the first call on a mesh; after a refusal, by the next one, too."""
         check = self._check
@@ -308,8 +304,7 @@ class SplitModel:
             return current
         if self.forward is not None and self.forward.thread != threading.get_ident():
             raise ConfigError(
-                f"{type(self.model).__name__} runs in another thread, and its ranks attend "
-                "together: let one thread at a time call it"
+                f"{type(self.model).__name__} runs in another thread: call it from one at a time"
             )
         sparse = None if way.sparse is None else SparsePass(way.sparse)
         mesh_key = way.mesh.name, sparse is not None

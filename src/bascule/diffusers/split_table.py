@@ -143,8 +143,7 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
         if name not in cut_segments:
             names = ", ".join(sorted(cut_segments)) or "none"
             raise ConfigError(
-                f"the split table names the segment {name!r}, but cuts only {names}: add an input "
-                "or output that holds its tokens"
+                f"the split table names the segment {name!r}, and cuts {names}: cut it too"
             )
 
 

@@ -160,10 +160,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     "ChronoEditTransformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": SplitTable(
         segments=_TEXT_VIDEO,
-        inputs={
-            "": {"image_rotary_emb": _VIDEO_ROWS},
-            _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
-        },
+        inputs={"": {"image_rotary_emb": _VIDEO_ROWS}, _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT}},
         gathers={"proj_out": _VIDEO},
         blocks={_BLOCKS: _VIDEO_TEXT},
         replicated=(*_LATENTS, "timestep_cond", "ofs"),
@@ -317,9 +314,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     ),
     "Krea2Transformer2DModel": SplitTable(
         segments=_TEXT_IMAGE,
-        inputs={
-            "": {_HIDDEN: _IMAGE, _PROMPT: _TEXT, "encoder_attention_mask": Mask("text")},
-        },
+        inputs={"": {_HIDDEN: _IMAGE, _PROMPT: _TEXT, "encoder_attention_mask": Mask("text")}},
         outputs={"rotary_emb": _both(Cut(_TEXT_IMAGE, dim=0))},
         gathers={"final_layer": _IMAGE},
         blocks={"text_fusion.refiner_blocks.*": ("text",), _BLOCKS: (_TEXT_IMAGE,)},
@@ -509,7 +504,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     wrapper: Any = model
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
-            f"FSDP 1 shards a {type(model.module).__name__} so that bascule cannot split it: use "
+            f"FSDP 1 shards a {type(model.module).__name__} in a way that cannot be split: use "
             "fully_shard(model) (FSDP 2)"
         )
     if isinstance(model, DistributedDataParallel):

@@ -131,8 +131,7 @@ def check_table(split: SplitModel, run: Callable[[], Any]) -> None:
     assert first is not None
     raise ConfigError(
         f"the table of {kind} does not fit: over ranks {first} differs from one process by "
-        f"{number(result.errors[first])} of its norm (tolerance "
-        f"{number(result.tolerance)}); {advice}"
+        f"{number(result.errors[first])} of its norm, limit {number(result.tolerance)}; {advice}"
     )
 
 
@@ -143,11 +142,7 @@ def _relaxed(split: SplitModel, result: Verification) -> Verification:
 
 
 def _compare(
-    split: SplitModel,
-    run: Callable[[], Any],
-    group: RankGroup | None,
-    *,
-    by_block: bool,
+    split: SplitModel, run: Callable[[], Any], group: RankGroup | None, *, by_block: bool
 ) -> Verification:
     """Compare a call's outputs with one process, and with `by_block` the outputs of all blocks."""
     assert split.way is not None
@@ -243,9 +238,7 @@ def _name_of(split: SplitModel, block: str, place: int) -> str:
 
 def _tolerance_of(dtype: torch.dtype) -> float:
     if dtype not in _TOLERANCES:
-        raise ConfigError(
-            f"verify: the model returns {dtype}; tolerances exist for {list(_TOLERANCES)}"
-        )
+        raise ConfigError(f"verify: the model returns {dtype}, and not one of {list(_TOLERANCES)}")
     return _TOLERANCES[dtype]
 
 
@@ -319,9 +312,8 @@ class PipelineComparison:
         for split in self.splits:
             if split.sparse is not None or split.has_cache:
                 raise ConfigError(
-                    f"verify: a {type(split.model).__name__} with block-sparse attention or a "
-                    "cache of steps computes other values in one process: verify it alone, as "
-                    "handle.verify(pipeline.transformer, ..), or call disable_cache() first"
+                    f"verify: {type(split.model).__name__} is block-sparse or has a cache: verify "
+                    "it alone, as handle.verify(pipeline.transformer, ..), or call disable_cache()"
                 )
         if self.group is not None:
             compare_inputs(Fingerprint.of(arguments), self.group, "verify")

@@ -89,11 +89,9 @@ def rotary_table(
     """Return cosine and sine of every token's angles, (T, D/2) each, in float32 at least."""
     device = pos_TA.device
     axes = [torch.full((dim // 2,), axis, device=device) for axis, dim in enumerate(axes_dim)]
-    exponents = [
-        torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim for dim in axes_dim
-    ]
+    powers = [torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim for dim in axes_dim]
     # Angles in float64: at position 4096 a float32 angle is off by 2e-4.
-    radians_P = theta ** -torch.cat(exponents)
+    radians_P = theta ** -torch.cat(powers)
     angle_TP = pos_TA.double().index_select(1, torch.cat(axes)) * radians_P
     table_dtype = torch.promote_types(dtype, torch.float32)
     return angle_TP.cos().to(table_dtype), angle_TP.sin().to(table_dtype)

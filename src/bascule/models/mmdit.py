@@ -199,9 +199,8 @@ class VectorMLP(nn.Module):
 
     def forward(self, x_NF: Tensor) -> Tensor:
         """Map (N, in_dim) to (N, C), in the weights' dtype."""
-        return self.linear_out(
-            functional.silu(self.linear_in(x_NF.to(self.linear_in.weight.dtype)))
-        )
+        x_NF = x_NF.to(self.linear_in.weight.dtype)
+        return self.linear_out(functional.silu(self.linear_in(x_NF)))
 
 
 class Modulation(nn.Module):
@@ -374,9 +373,8 @@ class MMDiT(nn.Module):
 
     def forward(self, batch: PackedBatch, exchange: Exchange) -> Tensor:
         """Predict velocities (T, in_channels) in the batch's order; text rows carry no meaning."""
-        vec_NC = exchange.gather_samples(
-            self.condition(batch.timestep, batch.pooled, batch.guidance)
-        )
+        vec_NC = self.condition(batch.timestep, batch.pooled, batch.guidance)
+        vec_NC = exchange.gather_samples(vec_NC)
         if batch.is_image.is_cpu:
             _check_text(count_text(batch.is_image), batch.is_image, batch.text_tokens)
         is_image = batch.is_image.to(batch.text_tokens.device, non_blocking=True)
@@ -397,8 +395,7 @@ class MMDiT(nn.Module):
         num_text, num_image = text_tokens.shape[0], image_tokens.shape[0]
         if num_text + num_image != is_image.shape[0]:
             raise ConfigError(
-                f"is_image has {is_image.shape[0]} rows, the batch {num_text} text and "
-                f"{num_image} image tokens"
+                f"is_image has {len(is_image)} rows for {num_text} text and {num_image} image rows"
             )
         text_tC = self.text_in(text_tokens.to(self.text_in.weight.dtype))
         image_iC = self.image_in(image_tokens.to(self.image_in.weight.dtype))
@@ -421,11 +418,9 @@ class MMDiT(nn.Module):
         self, is_image: Tensor, pos: Tensor, slot: Tensor, num_text: int | None = None
     ) -> TokenLayout:
         """Index tokens once for all blocks; `slot` (T,) is the row of each token's vector."""
-        num_axes = len(self.config.axes_dim)
-        if pos.shape != (is_image.shape[0], num_axes):
-            raise ConfigError(
-                f"pos must be ({is_image.shape[0]}, {num_axes}), got {tuple(pos.shape)}"
-            )
+        wanted = is_image.shape[0], len(self.config.axes_dim)
+        if pos.shape != wanted:
+            raise ConfigError(f"pos must be {wanted}, got {tuple(pos.shape)}")
         dtype = self.image_in.weight.dtype
         rotary = rotary_table(pos, self.config.axes_dim, self.config.theta, dtype)
         return TokenLayout(is_image=is_image, slot=slot, rotary=rotary, num_text=num_text)

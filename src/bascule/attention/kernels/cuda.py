@@ -135,9 +135,8 @@ class FlashAttn2Kernel:
             return _gradients_of(grads, mask.packed)
         rows = _as_rows(grad, q, k, v, out)
         grads = [torch.empty_like(x) for x in rows[1:4]]
-        package._wrapped_flash_attn_backward(
-            *(*rows, lse.contiguous(), *grads, 0.0, scale, mask.causal, *no_window)
-        )
+        settings = 0.0, scale, mask.causal, *no_window
+        package._wrapped_flash_attn_backward(*rows, lse.contiguous(), *grads, *settings)
         return _by_head(grads)
 
 
@@ -160,17 +159,13 @@ class FlashAttn3Kernel:
     def backward(self, grad: Tensor, done: Attended) -> Grads:
         q, k, v, out, lse, mask, scale = done
         package = import_module("flash_attn_interface")
-        rows, no_lengths = _as_rows(grad, q, k, v, out), (None,) * 6
+        rows, lengths = _as_rows(grad, q, k, v, out), (None,) * 6
         grads = [torch.empty_like(x) for x in rows[1:4]]
-        package._flash_attn_backward(
-            *(*rows, lse.contiguous(), *no_lengths, *grads, scale, mask.causal)
-        )
+        package._flash_attn_backward(*rows, lse.contiguous(), *lengths, *grads, scale, mask.causal)
         return _by_head(grads)
 
 
-def _no_flash(
-    query: KernelQuery, capability: int, largest: int = 256, *, takes_packed: bool = False
-) -> str | None:
+def _no_flash(query: KernelQuery, capability: int, *, takes_packed: bool = False) -> str | None:
     """Return why a kernel of the flash-attention family cannot compute a call."""
     bounds = {"device": "cuda", "dtypes": _HALVES, "takes_bias": False}
     refused = misfit(query, takes_packed=takes_packed, **bounds)
@@ -178,7 +173,7 @@ def _no_flash(
         return refused
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < capability:
         return f"needs a device of compute capability {capability}.0"
-    return _no_head_dim(query, 8, largest)
+    return _no_head_dim(query, 8, 256)
 
 
 def _no_head_dim(query: KernelQuery, alignment: int, largest: int | None = None) -> str | None:

@@ -374,20 +374,13 @@ KERNELS: dict[str, AttentionKernel] = {
     "plain": PlainKernel(),
     "triton": TritonKernel(),
 }
-_WITHOUT_LSE = ("sdpa", "math")
 _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan for a hidden key
 
 
 def check_name(name: object) -> None:
     """Refuse what is neither a key of `KERNELS`, a `FunctionKernel` nor None."""
-    if isinstance(name, FunctionKernel):
-        return
-    if isinstance(name, str) and name in _WITHOUT_LSE:
-        raise ConfigError(
-            f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
-            f"merged: choose one of {', '.join(KERNELS)}"
-        )
-    if name is not None and not (isinstance(name, str) and name in KERNELS):
+    is_key = isinstance(name, str) and name in KERNELS
+    if not (is_key or isinstance(name, FunctionKernel | None)):
         advice = ", or give FunctionKernel(name, function)" if callable(name) else ""
         raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}{advice}")
 

@@ -62,42 +62,37 @@ class SparseTables:
         assert plan is not None
         return plan
 
-    @property
-    def rank(self) -> int:
-        """This rank among all."""
-        return self.ranks.rank
-
     @cached_property
     def rows(self) -> PackedRows:
         """Rows (head, query block) that this rank computes."""
-        return self.plan.q_rows(self.rank)
+        return self.plan.q_rows(self.ranks.rank)
 
     @cached_property
     def kv_rows(self) -> list[PackedRows]:
         """Rows of keys that each ring rank has before the first round."""
         degree = self.plan.ulysses_degree
-        owners = range(self.rank % degree, self.plan.num_ranks, degree)
+        owners = range(self.ranks.rank % degree, self.plan.num_ranks, degree)
         return [self.plan.kv_rows(owner) for owner in owners]
 
     @cached_property
     def _arriving(self) -> list[int]:
         """Numbers of rows of q, k and v that arrive here."""
-        of_rank = self.rows, self.plan.kv_rows(self.rank)
+        of_rank = self.rows, self.plan.kv_rows(self.ranks.rank)
         num_q, num_kv = (int(rows.lens.sum()) * self.batch for rows in of_rank)
         return [num_q, num_kv, num_kv]
 
     @cached_property
     def _routes(self) -> tuple[Route, Route]:
         """The routes to where rows are used, and home."""
-        plan, batch = self.plan, self.batch
-        return plan.route(self.rank, batch=batch), plan.output_route(self.rank, batch=batch)
+        plan, batch, rank = self.plan, self.batch, self.ranks.rank
+        return plan.route(rank, batch=batch), plan.output_route(rank, batch=batch)
 
     @cached_property
     def _bound(self) -> tuple[BoundRoute, BoundRoute]:
         assert self.ranks.whole is not None
         (into, home), where = self._routes, (self.ranks.whole, self.device)
         plan = self.plan
-        num_q, num_kv = (int(x.lens[x.home == self.rank].sum()) for x in (plan.q, plan.kv))
+        num_q, num_kv = (int(x.lens[x.home == self.ranks.rank].sum()) for x in (plan.q, plan.kv))
         num_home = self.batch * (len(plan.ring_of) * num_q + 2 * plan.num_kv_heads * num_kv)
         there = num_home, sum(self._arriving)
         back = self._arriving[0], self.batch * len(plan.ring_of) * num_q
@@ -182,16 +177,12 @@ def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
 
 def _composed(route: Route) -> Ints:
     """Return a route of one rank as one index."""
-    assert route.send_index is not None
-    assert route.recv_index is not None
+    assert route.send_index is not None and route.recv_index is not None
     return route.send_index[route.recv_index]
 
 
-RowsSeen = Callable[[PackedRows], Bools]
-"""Returns which key blocks each of X rows sees, (X, C), or (B, X, C) if batch items differ."""
-
-Seen = RowsSeen | BlockRule | Clusters
-"""Existing masks, or a rule that makes them from queries and keys."""
+Seen = Callable[[PackedRows], Bools] | BlockRule | Clusters
+"""Gives the key blocks that X rows see, (X, C), or (B, X, C) if batch items differ; or a rule."""
 
 EXCHANGE_SPAN, MASKS_SPAN = "bascule: rows exchanged", "bascule: masks to rows"
 """Names of ranges in profiles: both exchanges; making masks and their index tables."""
@@ -332,7 +323,7 @@ def attend_sparse(
             masks = _checked(tables, masks)
             rows_seen = tables.seen(masks, keys)
             if keys is not None:
-                of_rows = keys[:, plan.kv_rows(tables.rank).tokens(plan.kv)].ravel()
+                of_rows = keys[:, plan.kv_rows(tables.ranks.rank).tokens(plan.kv)].ravel()
                 index = table_on(np.flatnonzero(of_rows), q.device)
         if index is not None:
             here_k, here_v = (x.index_select(0, index) for x in (here_k, here_v))
@@ -374,8 +365,7 @@ def _checked(tables: SparseTables, masks: Bools) -> Bools:
     dtype, shape = getattr(masks, "dtype", type(masks).__name__), getattr(masks, "shape", "")
     if dtype != np.bool_ or shape not in (wanted, (1, *wanted), whole):
         raise ConfigError(
-            f"rows of a mask {shape} of {dtype}: give a bool array {wanted}, for the rows asked "
-            f"for, or {whole} where batch items differ"
+            f"rows of a mask {shape} of {dtype}: give bool {wanted}, or {whole} if items differ"
         )
     return masks if masks.ndim == 3 else masks[None]
 
@@ -402,7 +392,7 @@ def _chosen(
 
     of_q = features(rule.of_queries, q, plan.q, rows)
     tokens_k = torch.cat([k, v], dim=-1) if rule.with_values else k
-    of_k = features(rule.of_keys, tokens_k, plan.kv, plan.kv_rows(tables.rank))
+    of_k = features(rule.of_keys, tokens_k, plan.kv, plan.kv_rows(tables.ranks.rank))
     whole = of_k.new_zeros(batch, plan.num_kv_heads, plan.kv.lens.size, of_k.shape[-1])
     if rule.of_keys is not None:
         every = _gathered(tables.ranks.ring, of_k.transpose(0, 1).contiguous(), "features of keys")
@@ -451,15 +441,10 @@ def gather_counts(
 
 
 def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
-    """Return the masks (H, Q, C) of all rows, from those (B or 1, X, C) of this rank.
-
-    Raises:
-        ConfigError: Masks differ between batch items, or are of `Clusters`; on all ranks.
-    """
+    """Return masks (H, Q, C) of all rows, from (B or 1, X, C) here; refuse unlike batch items."""
     if masks.dtype != np.bool_:
         raise ConfigError(
-            "save_masks: Clusters are other blocks in each step, and a file has blocks of the "
-            "sequence: save masks of another rule"
+            "save_masks: Clusters are other blocks in each step: save masks of another rule"
         )
     is_alike = (masks == masks[:1]).all(axis=(0, 2))[:, None]
     bits = np.packbits(np.concatenate([is_alike, masks[0]], axis=1), axis=1)
@@ -467,8 +452,7 @@ def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
     cells = np.unpackbits(whole, axis=2, count=1 + masks.shape[2]).view(np.bool_)
     if not cells[..., 0].all():
         raise ConfigError(
-            "save_masks: samples of a batch see other blocks than each other, and a file has one "
-            "mask for all: run the samples one by one"
+            "save_masks: samples of a batch see other blocks than each other: run them one by one"
         )
     return cells[..., 1:]
 

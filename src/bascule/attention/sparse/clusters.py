@@ -202,9 +202,8 @@ class _Side:
         return labels.masked_fill(self.is_text, self.num_clusters), sums
 
     def _sums(self, labels: Tensor) -> Tensor:
-        sums = self.x.new_zeros(
-            len(labels), self.num_heads, self.num_clusters, self.x.shape[-1] + 1
-        )
+        shape = len(labels), self.num_heads, self.num_clusters, self.x.shape[-1] + 1
+        sums = self.x.new_zeros(shape)
         numbers = torch.arange(self.num_clusters, device=labels.device)
         for head, span in self._spans:
             # A product: on a GPU, sums by index have another order in each run.

@@ -153,8 +153,7 @@ def keep_mass(
     tokens = torch.from_numpy(np.asarray(kv_lens, dtype=np.float64)).to(scores)
     if tokens.shape != scores.shape[-1:]:
         raise ConfigError(
-            f"keep_mass: {tokens.numel()} lengths of key blocks for scores of {scores.shape[-1]}: "
-            "give one each"
+            f"keep_mass: {tokens.numel()} lengths of key blocks for scores of {scores.shape[-1]}"
         )
     shares = (scores + tokens.log()).softmax(dim=-1)
     highest = shares.sort(dim=-1, descending=True, stable=True)
