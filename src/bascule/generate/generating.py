@@ -179,7 +179,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path.name} cannot be written: {reason}") from error  # is the disk full?
+        raise ConfigError(f"{path.name} cannot be written: {reason}") from error
 
 
 def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
