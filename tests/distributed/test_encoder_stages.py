@@ -101,7 +101,7 @@ def check_steps(
         model_config(options, data),
         SequenceParallel(mesh, f"g1n{size}", TransformerCost(32)),
     )
-    total = sum(shape.image_tokens for own in per_rank for shape in data.shapes(own))
+    total = sum(shape.image_tokens for own in per_rank for shape in data.raw(own).shapes)
     said: dict[str, int] = {}
     for where, exchange in ((alone, LocalExchange), (mesh, parallel.plan)):
         stages = EncoderStages(encoders, where, data, options, CPU, Stopwatch(CPU))

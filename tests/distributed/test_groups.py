@@ -8,15 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
 from bascule.comm.collectives import Transfers, all_reduce
 from bascule.comm.failures import LOOK_S, Watch, watch_of_world
-from bascule.comm.groups import member_of, new_group, resolve, timeout_of
-from bascule.comm.mesh import AttentionMesh, mesh_of_all
+from bascule.comm.groups import member_of, new_group, resolve
+from bascule.comm.mesh import mesh_of_all
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks
@@ -53,17 +52,6 @@ def comes_late() -> None:
         time.sleep(4.0 * LOOK_S)
     total = all_reduce(new_group([0, 1, 2], "late", 60.0), "all_reduce", torch.ones(3))
     assert torch.equal(total, torch.full((3,), 3.0))
-
-
-def timeouts_of_a_mesh() -> None:
-    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-    mesh = AttentionMesh.of(axes, timeout_s=7.0)
-    found = [
-        timeout_of(group.process_group, torch.device("cpu"))
-        for group in mesh.groups
-        if group is not None
-    ]
-    assert [each and each.total_seconds() for each in found] == [7.0] * 3
 
 
 def mesh_after_one_rank_ended_it() -> None:
@@ -151,7 +139,6 @@ def counting_requests() -> None:
         (beside_groups_of_some_ranks, 3),
         (made_again, 2),
         (comes_late, 3),
-        (timeouts_of_a_mesh, 4),
         (mesh_after_one_rank_ended_it, 2),
         (meetings_without_the_other, 2),
         (part_of_an_ended_group, 3),

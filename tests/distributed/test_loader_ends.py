@@ -117,31 +117,6 @@ def test_no_data_on_any_rank() -> None:
     assert not loader_threads()
 
 
-def bounded() -> list[tuple[int, int]]:
-    """Steps wait for room in `max_bytes_in_flight`; a rank that gets none does not."""
-    rank = dist.get_rank()
-    num_bytes = 40_000
-    sample = {"input_ids": torch.zeros(9), "big": torch.zeros(num_bytes // 4)}
-    lists = [[sample | {"id": PER_RANK * rank + k}] for k in range(8)]
-    loader = loader_of(
-        lists if rank == 0 else None,
-        batch_size=4,
-        ends="finish",
-        prefetch=4,
-        max_bytes_in_flight=int(2.9 * num_bytes),
-    )
-    seen = []
-    for batch in loader:
-        time.sleep(0.01 * (1 - rank))
-        seen += ids_of(batch)
-    return seen
-
-
-def test_bytes_in_flight_are_bounded_without_a_deadlock() -> None:
-    of_rank = run_ranks(bounded, 2)
-    assert sorted(of_rank[0] + of_rank[1]) == list(range(8)) and of_rank[1]
-
-
 @on_ranks(1)
 def test_as_many_steps_are_made_ahead_as_were_asked_for() -> None:
     """The thread is told of the room for another one, rather than finds it at its next look."""

@@ -168,11 +168,6 @@ def loaded(**settings: Any) -> list[int]:
     return [int(sample["id"]) for batch in loader(**settings) for sample in batch.data]
 
 
-def in_little_room(num: int) -> object:
-    groups = num * [2 * group for group in lists()]
-    return loaded(samples=groups, max_bytes_in_flight=1, ends="finish")
-
-
 def tracked(**settings: Any) -> object:
     return CostTracker(loader(cost=PolynomialCost(0.0, 1.0, 0.0)), **settings)
 
@@ -395,7 +390,6 @@ for _shape, _dtype in (
 NO_PLAN: dict[str, Row] = {
     "over the limits": (within, two("lens", [1], [21]), "rank 1, sequence 0: 21 tokens", "10"),
     "a microbatch": (step_planned, both(lens=[[20], [20]], limits=TEN), "microbatch 0", "20"),
-    "loader: room": (in_little_room, two("num", 1, 0), "would receive"),
 }
 ROWS = {
     **{name: (CommError, *row) for name, row in DISAGREE.items()},

@@ -17,7 +17,7 @@ from tests.helpers.ranks import raised_by, run_ranks
 
 
 def mesh_of(ring: int, ulysses: int) -> AttentionMesh:
-    return AttentionMesh.of(make_mesh(ring, ulysses), timeout_s=60.0)
+    return AttentionMesh.of(make_mesh(ring, ulysses))
 
 
 def other_numbers_of_tokens() -> list[tuple[list[str], str]]:
@@ -85,7 +85,7 @@ def test_a_mesh_whose_groups_are_gone_says_so() -> None:
 
 
 def copies() -> list[str]:
-    mesh = AttentionMesh.of(make_mesh(1, 2), timeout_s=100.0)
+    mesh = AttentionMesh.of(make_mesh(1, 2))
     step = SequenceParallel(None, "g2n1", COST, timeout_s=100).plan([2])
     calls: list[Callable[[], object]] = [
         lambda: copy.deepcopy(step),

@@ -28,10 +28,6 @@ HERE = Path(__file__).parent
 Call = Callable[[], object]
 
 
-def photos(**options: Any) -> Call:
-    return lambda: PhotoOptions(**options)
-
-
 def segment(**change: Any) -> Call:
     fields = {"rank": 0, "kind": "compute", "name": "blocks", "start": 0.0, "seconds": 1.0}
     return lambda: Segment(**fields | change)

@@ -39,7 +39,7 @@ def frames_of(clips: PhotoStream) -> list[int]:
 def test_a_folder_of_numbered_frames_is_a_clip(tmp_path: Path) -> None:
     clip(tmp_path / "walk", list(range(11)))  # frame10 comes after frame9
     (tmp_path / "walk.txt").write_text("abc")
-    (shape,) = stream(tmp_path).shapes([0])
+    (shape,) = stream(tmp_path).raw([0]).shapes
     assert (shape.frames, shape.image_tokens, shape.text_tokens, shape.grid_width) == (4, 8, 3, 2)
     assert frames_of(stream(tmp_path)) == [0, 3, 7, 10]  # evenly spaced
     assert frames_of(stream(tmp_path, clip_frames=11)) == list(range(11))
@@ -51,7 +51,7 @@ def test_photos_and_clips_are_one_data_set(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     mixed = stream(tmp_path)
     assert mixed.files == ("a.png", "walk")
-    assert sorted(shape.frames for shape in mixed.shapes([0, 1])) == [1, 2]
+    assert sorted(shape.frames for shape in mixed.raw([0, 1]).shapes) == [1, 2]
     assert mixed.samples([0, 1]).image.shape == (6, 768)
     assert PhotoStream(tmp_path, 1).files == ("a.png",)
 
@@ -59,9 +59,9 @@ def test_photos_and_clips_are_one_data_set(tmp_path: Path) -> None:
 def test_a_clip_keeps_within_its_tokens(tmp_path: Path) -> None:
     for number in range(4):
         grey(tmp_path / "walk", f"{number}.png", 5, (64, 64))
-    (shape,) = stream(tmp_path, max_tokens=16).shapes([0])
+    (shape,) = stream(tmp_path, max_tokens=16).raw([0]).shapes
     assert shape.frames == 4 and shape.image_tokens <= 16
-    (shape,) = stream(tmp_path, max_tokens=2).shapes([0])
+    (shape,) = stream(tmp_path, max_tokens=2).raw([0]).shapes
     assert (shape.frames, shape.image_tokens) == (2, 2)
 
 
@@ -75,7 +75,7 @@ def test_a_video_is_a_clip(tmp_path: Path) -> None:
             video.mux(track.encode(frame))
         video.mux(track.encode())
     clips = stream(tmp_path)
-    (shape,) = clips.shapes([0])
+    (shape,) = clips.raw([0]).shapes
     assert (shape.frames, shape.image_tokens) == (4, 8)
     batch = clips.samples([0])
     frame = batch.pos[batch.is_image][:, 0]

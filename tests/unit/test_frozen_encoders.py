@@ -155,7 +155,7 @@ def test_shapes_are_known_before_and_are_those_of_latents(
     assert "cut 1 captions to what the text encoder takes" in caplog.text
     assert (data.in_channels, data.text_dim, data.vec_dim) == (16, 64, 64)
     raw = data.raw(range(3))
-    assert raw.shapes == data.shapes(range(3)) and sorted(map(len, raw.texts)) == [0, 0, 12]
+    assert sorted(map(len, raw.texts)) == [0, 0, 12]
     assert sorted(shape.image_tokens for shape in raw.shapes) == sorted([2, 6, 2 * frames])
     for shape, pixels in zip(raw.shapes, raw.pixels, strict=True):
         parts = [encoders.vae(**item) for item in encoders.vae.items(pixels)]

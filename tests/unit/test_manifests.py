@@ -124,7 +124,7 @@ def test_samples_with_the_lengths_of_a_table(tmp_path: Path) -> None:
     path.write_text("width,height,text_tokens\n" + "".join(f"64,{16 * n},{n}\n" for n in (1, 2, 3)))
     options = ManifestOptions(manifest=path)
     manifest = options.read_manifest(max_tokens=15)
-    alone = ManifestStream(manifest, 6, seed=4)
+    alone = ManifestStream(manifest, 6, rank=0, world_size=1, seed=4)
     two = [ManifestStream(manifest, 3, rank=rank, world_size=2, seed=4) for rank in range(2)]
     whole, parts = alone.batch(0), [stream.batch(0) for stream in two]
     assert torch.equal(whole.image, torch.cat([part.image for part in parts]))

@@ -56,10 +56,11 @@ from bascule.train.streams import (
     SampleBatch,
     SampleStream,
     SyntheticStream,
-    pack_batch,
+    pack_encoded,
 )
 
 ARMS = ("unbalanced", "balanced")
+EXCHANGE = ("exchange_s", "exposed_s", "hidden_s")
 
 Encode = Callable[[list[RawBatch]], list[SampleBatch]]
 LossOf = Callable[[nn.Module], Tensor]
@@ -246,6 +247,7 @@ class BalancedInLoader(Unbalanced):
             ),
         )
         self._batches = iter(self._loader)
+        self._empty = pack_encoded(RawBatch([], [], [], []), [], [], samples.stream)
         self._following: list[SampleBatch] = []
         self._dealt, self._ready = list[Batch](), list[Batch]()
         self._before: dict[str, Any] = {}
@@ -260,7 +262,7 @@ class BalancedInLoader(Unbalanced):
         self._before = self._loader.metrics()
         losses = list[LossOf]()
         for batch in self._dealt:
-            data = self._no_samples() if batch.data is None else cast(SampleBatch, batch.data)
+            data = self._empty if batch.data is None else cast(SampleBatch, batch.data)
             mean = batch.loss_scale / self.samples.options.accumulate / max(sum(data.image_lens), 1)
             losses.append(partial(self.loss, self._inputs_maker(data), mean))
         return losses
@@ -278,8 +280,7 @@ class BalancedInLoader(Unbalanced):
         plans = [batch.plan for batch in self._dealt]
         before = [plan.unbalanced_loads(self._cost) for plan in plans]
         after, verdict = self._loader.metrics(), self._dealt[0].verdict
-        names = ("exchange_s", "exposed_s", "hidden_s")
-        spent = [after[name] - self._before[name] for name in names]
+        spent = [after[name] - self._before[name] for name in EXCHANGE]
         seconds = self.samples.max_over_ranks(spent, step + 1)
         local = after["sent_bytes"] - self._before["sent_bytes"]
         (sent,) = self.samples.sum_over_ranks([local], "sent bytes", step + 1)
@@ -296,19 +297,13 @@ class BalancedInLoader(Unbalanced):
             "reason": verdict.reason,
             **_totals(plans, self._cost, sent),
         }
-        exchange = dict(zip(names, seconds, strict=True)) | {"sent_bytes": int(sent)}
+        exchange = dict(zip(EXCHANGE, seconds, strict=True)) | {"sent_bytes": int(sent)}
         return {"plan": plan, "exchange": exchange}
 
     def close(self) -> None:
         """End the loader's thread."""
         self._feed.put(None)
         self._loader.close()
-
-    def _no_samples(self) -> SampleBatch:
-        stream = self.samples.stream
-        widths = {"image": stream.in_channels, "text": stream.text_dim, "pooled": stream.vec_dim}
-        empty = {name: torch.empty(0, width) for name, width in widths.items()}
-        return pack_batch([], **empty, ids=[])
 
 
 class StageTimes:
@@ -614,10 +609,8 @@ def _summarize_way(
 def _loader(
     records: Sequence[dict[str, Any]], plans: dict[str, list[Any]], options: BenchOptions
 ) -> dict[str, Any]:
-    names, reasons = ("exchange_s", "exposed_s", "hidden_s"), plans["reason"]
-    means = {
-        f"{name}_per_step": _mean(record["exchange"][name] for record in records) for name in names
-    }
+    exchanges, reasons = [record["exchange"] for record in records], plans["reason"]
+    means = {f"{name}_per_step": _mean(each[name] for each in exchanges) for name in EXCHANGE}
     step_s = _mean(record["seconds_balanced"] for record in records)
     return {
         "accumulate": options.accumulate,

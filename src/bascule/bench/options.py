@@ -60,11 +60,8 @@ class BenchOptions(Outputs, RunOptions):
         first: dict[tuple[bytes, bytes], str] = {}  # topologies by their bags
         for name, topology in zip(names, topologies, strict=True):
             bags = topology.bag_sizes.tobytes(), topology.ring_degrees.tobytes()
-            if bags in first:
-                raise ConfigError(
-                    f"--topologies {' '.join(names)}: {name} has the bags of {first[bags]}; leave "
-                    "one of them out"
-                )
+            if other := first.get(bags):
+                raise ConfigError(f"--topologies: {name} has the bags of {other}; leave one out")
             first[bags] = name
         if self.loader:
             self._check_loader(topologies)

@@ -239,9 +239,7 @@ def _round(group: RankGroup, device: torch.device, probes: list[Probe]) -> Float
 def _in_a_row(probes: list[Probe], seconds: Floats) -> list[Probe]:
     """Let short probes run several times in a row; equally often on all ranks."""
     times = np.clip(np.ceil(_LEAST_S / seconds.max(axis=0)), 1, MOST_IN_A_ROW).astype(int)
-    return [
-        replace(probe, in_a_row=count) for probe, count in zip(probes, times.tolist(), strict=True)
-    ]
+    return [replace(probe, in_a_row=num) for probe, num in zip(probes, times.tolist(), strict=True)]
 
 
 def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device) -> str:
@@ -249,13 +247,10 @@ def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device)
     width, num_heads, dtype = (
         options.on(device.type, name) for name in ("d_model", "num_heads", "dtype")
     )
-    if options.module is not None:
-        block = f"{options.module} as a block of width {width}"
-    else:
-        block = (
-            f"double and single block of an MM-DiT, width {width}, {num_heads} heads, {dtype}, "
-            f"kernel {options.kernel or 'as chosen'}"
-        )
+    block = f"{options.module} as a block of width {width}"
+    if options.module is None:
+        sizes = f"width {width}, {num_heads} heads, {dtype}, kernel {options.kernel or 'as chosen'}"
+        block = f"double and single block of an MM-DiT, {sizes}"
     return (
         f"{block}; {number(lens[0])} to {number(lens[-1])} tokens, messages up to "
         f"{options.mib} MiB, {options.points} sizes each, {count(options.rounds, 'round')}; "

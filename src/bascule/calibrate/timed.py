@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-re
 
 MOST_IN_A_ROW = 10
 _ITEM_BYTES = 4  # float32
+
+Moment = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +72,23 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def moment(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Moment:
+    """Return this moment by a clock; on a GPU an event of the stream, without a wait."""
+    if device.type != "cuda":
+        return clock()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two moments; wait for the events of a GPU."""
+    if isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    return end - start
 
 
 def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:

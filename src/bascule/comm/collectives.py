@@ -22,6 +22,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _HOST = torch.device("cpu")
+Tensors = Mapping[int, Tensor]  # by rank
 
 
 class Transfers:
@@ -31,15 +32,9 @@ class Transfers:
     rank. Ranks without either make the call, too.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        where: str,
-        sent: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-    ) -> None:
+    def __init__(self, group: RankGroup, where: str, sent: Tensors, received: Tensors) -> None:
         self._group, self._where = group, where
-        self._on_device: Mapping[int, Tensor] = {}
+        self._on_device: Tensors = {}
         like = next(iter((*sent.values(), *received.values())), None)
         if like is not None and is_staged(group, like):
             _wait_for_stream(like)  # before memory that kernels may still read is written

@@ -234,9 +234,8 @@ class Watch:
         self.groups = weakref.WeakKeyDictionary()  # calls by part of the group
         self.objects: dict[Any, Any] = {}  # objects that other modules tie to this process group
         self.reason: Failure | None = None  # why the calls of this rank were ended
-        self.failed_in: int | None = (
-            None  # thread that failed and has not gone on; None: none, or all
-        )
+        # thread that failed and has not gone on; None: none, or all
+        self.failed_in: int | None = None
         self._failed: Failure | None = None
         self._waits: list[Any] = []  # the state of this rank that the store has
         self._turns = count()
@@ -366,9 +365,7 @@ class Watch:
         or if they made two calls in opposite orders.
         """
         before = time.monotonic() - LOOK_S
-        waits = (
-            (calls, since) for calls in self.calls if (since := calls.since) and since < before
-        )
+        waits = ((each, since) for each in self.calls if (since := each.since) and since < before)
         calls, since = next(waits, (None, None))
         if calls is None or len(calls.ranks) < 2:
             return

@@ -4,16 +4,13 @@ import math
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from bascule.checks import number
 from bascule.comm.groups import (
     Cache,
     RankGroup,
@@ -59,15 +56,12 @@ class AttentionMesh:
         return AttentionMesh, (self.ring, self.ulysses, self.whole)
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
+    def of(cls, mesh: DeviceMesh) -> "AttentionMesh":
         """Return the mesh of a DeviceMesh with axes "ring" and "ulysses", in any order of ranks.
 
-        One axis may be missing; other axes are replicas. `timeout_s` becomes the longest wait of
-        the collectives of its process groups. ConfigError: the mesh has none of these axes, or in
-        another order, or this rank is not in it.
+        One axis may be missing; other axes are replicas. ConfigError: the mesh has none of these
+        axes, or in another order, or this rank is not in it.
         """
-        if timeout_s is not None:
-            number("timeout_s", timeout_s, 1e-3, 1e7)
         if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a mesh is a {type(mesh).__name__}: give a DeviceMesh")
         allowed = (RING_AXIS, ULYSSES_AXIS)
@@ -96,11 +90,7 @@ class AttentionMesh:
         if len(several) == 2:
             group = mesh._flatten().get_group()
             whole = member_of(group, "attention", ranks=mesh.mesh.flatten().tolist())
-        made = cls(parts[RING_AXIS], parts[ULYSSES_AXIS], whole)
-        for group in made.groups:
-            if group is not None and timeout_s is not None:
-                _set_pg_timeout(timedelta(seconds=timeout_s), group.process_group)
-        return made
+        return cls(parts[RING_AXIS], parts[ULYSSES_AXIS], whole)
 
     @property
     def groups(self) -> tuple[RankGroup | None, RankGroup | None, RankGroup | None]:
@@ -232,8 +222,7 @@ def mesh_named(name: str) -> AttentionMesh:
     mesh = this_world().meshes.get(name) if dist.is_initialized() else None
     if mesh is None or not mesh.exists:
         raise CommError(
-            "a process group of the mesh was destroyed: make the mesh again, after "
-            "init_process_group"
+            "a process group of the mesh was destroyed: make it again, after init_process_group"
         )
     return mesh
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bascule.arrays import Floats, Ints
+from bascule.calibrate.timed import Moment, moment, seconds_between
 from bascule.checks import number, whole
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_gather, broadcast
@@ -25,36 +26,18 @@ logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 
-_Moment = float | torch.cuda.Event
-
-
-def _now(device: torch.device) -> _Moment:
-    """Return this thread's CPU time; on a GPU an event of the stream, without a wait."""
-    if device.type != "cuda":
-        return time.thread_time()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(start: _Moment, end: _Moment) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    return end - start  # pyright: ignore[reportOperatorIssue]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
     """A microbatch or a step, after which ranks wait for each other."""
 
     seq_lens: list[Ints]  # of each data-parallel rank
-    laps: list[tuple[_Moment, _Moment]]  # begin and end of this rank's compute of each microbatch
+    laps: list[tuple[Moment, Moment]]  # begin and end of this rank's compute of each microbatch
     is_padded: bool  # this rank computed on padding, which the plan does not have
 
     def seconds(self) -> float:
         """Return this rank's compute time; nan with padding, whose length is not in the plan."""
-        return math.nan if self.is_padded else sum(_seconds(*lap) for lap in self.laps)
+        return math.nan if self.is_padded else sum(seconds_between(*lap) for lap in self.laps)
 
 
 class CostTracker:
@@ -124,14 +107,14 @@ class CostTracker:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the loader, and time the work on each."""
-        laps: list[tuple[_Moment, _Moment]] = []
+        laps: list[tuple[Moment, Moment]] = []
         batches: list[Batch] = []
         accumulate = self._loader.rules.accumulate
         per_unit = 1 if self._loader.rules.sync == "microbatch" else accumulate
         for batch in self._loader:
-            start = _now(self._device)
+            start = moment(self._device, time.thread_time)
             yield batch
-            laps.append((start, _now(self._device)))
+            laps.append((start, moment(self._device, time.thread_time)))
             batches.append(batch)
             if len(batches) == per_unit:
                 self._observe(batches, laps)
@@ -171,7 +154,7 @@ class CostTracker:
         self._num_wanted = self._window
         self._loader.set_cost(self.cost)
 
-    def _observe(self, batches: list[Batch], laps: list[tuple[_Moment, _Moment]]) -> None:
+    def _observe(self, batches: list[Batch], laps: list[tuple[Moment, Moment]]) -> None:
         if self._num_discarded:
             self._num_discarded -= 1
             return

@@ -164,7 +164,6 @@ class LoaderOptions:
             holds a copy of the step's shortest sample, if there is one, with a loss_scale of 0.
         min_gain: Least share of the predicted step for which samples move.
         bytes_per_s: Bandwidth of a rank, weighed against costs in seconds. None: measured once.
-        max_bytes_in_flight: Hard limit of bytes received in steps that are not used up.
         prefetch: Steps made ahead.
         collate_fn: Makes a microbatch of samples; an empty one has None as data. Default: the
             DataLoader's, or `default_collate`.
@@ -179,7 +178,6 @@ class LoaderOptions:
     ends: Ends = "drop_last"
     min_gain: float = 0.02
     bytes_per_s: float | None = None
-    max_bytes_in_flight: int | None = None
     prefetch: int = 2
     collate_fn: Callable[[list[Sample]], Any] | None = None
     pin_memory: bool = False
@@ -197,7 +195,6 @@ class LoaderOptions:
             ends=(choice, *get_args(Ends)),
             min_gain=(number, 0.0, 1.0),
             bytes_per_s=(number, 1.0),
-            max_bytes_in_flight=(whole, 1),
             prefetch=(whole, 1),
             collate_fn=function,
             pin_memory=(of_type, bool, "True or False"),
@@ -238,8 +235,7 @@ def _set_up(
     batch_size, unpack, limits = options.batch_size, options.unpack, options.limits
     if batch_size is not None and (pack or unpack):
         raise ConfigError(
-            f"LoaderOptions(batch_size={batch_size}): a pack takes samples up to its number "
-            "of tokens: leave batch_size out"
+            f"LoaderOptions(batch_size={batch_size}): a pack counts tokens: leave batch_size out"
         )
     if options.collate_fn is not None and pack is not None:
         raise ConfigError(
@@ -258,16 +254,13 @@ def _set_up(
         data = collate(samples) if samples or pack is not None else None
         if not options.pin_memory:
             return data
-        return mapped(
-            data, lambda part: part.pin_memory(), lambda part: hasattr(part, "pin_memory")
-        )
+        return mapped(data, lambda x: x.pin_memory(), lambda x: hasattr(x, "pin_memory"))
 
     rules = Rules(
         accumulate=accumulate,
         sync=sync,
         ends=options.ends,
         min_gain=options.min_gain,
-        max_bytes_in_flight=options.max_bytes_in_flight,
         length_fn=length_fn,
         weight_fn=options.weight_fn,
         unpack=unpack,
@@ -333,8 +326,7 @@ class _Sources(NamedTuple):
             if tuple(other) != deal:
                 raise ConfigError(
                     f"the ResumableSamplers of data-parallel ranks {places[0]} and {place} have "
-                    f"(num_samples, shuffle, seed) = {deal} and {tuple(other)}, so samples would "
-                    "be lost or repeated: give all ranks the same"
+                    f"(num_samples, shuffle, seed) = {deal} and {tuple(other)}: give them the same"
                 )
         if numbers.min() < 0:
             return cls(places, None, deal)
@@ -443,13 +435,14 @@ class BalancedLoader:
                 if step is None:
                     break
                 self._metrics.count(step, waited)
-                is_void = self.rules.ends != "finish" and step.is_void
+                lens = [batch.plan.seq_lens.size for batch in step.batches]
+                is_void = step.num_items.any() and not any(lens)  # every item was None
                 for micro, batch in enumerate(step.batches):
                     prefetcher.hand_out((batch.step, micro))
                     counts = step.num_items[micro][places].tolist()
                     saved = [step.saved[place] for place in places if step.saved]
                     self._progress = self._progress.after(batch.step, counts, saved)
-                    if not is_void:
+                    if self.rules.ends == "finish" or not is_void:
                         mark_lengths("batch", batch.plan, self.ranks.index)
                         yield batch
         except BaseException as error:
@@ -485,13 +478,9 @@ class BalancedLoader:
             raise
         assert reading is not None
         self._redistributor.begin(lease.group, first.epoch)
+        loads = not self._source.is_empty
         return Prefetcher(
-            reading,
-            self._redistributor,
-            lease,
-            first.step,
-            depth=self._depth,
-            loads=not self._source.is_empty,
+            reading, self._redistributor, lease, first.step, depth=self._depth, loads=loads
         )
 
     def __len__(self) -> int:
@@ -504,9 +493,7 @@ class BalancedLoader:
         self._num_entered += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._num_entered -= 1
         if error is None:
             self.close()

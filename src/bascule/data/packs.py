@@ -278,8 +278,7 @@ def _rows(name: str, value: Any) -> int:
     if isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
         return len(value)
     raise ConfigError(
-        f"{name} is one {type(value).__name__} for the whole pack: drop it, or give a list with a "
-        "value for each sample"
+        f"{name} is one {type(value).__name__} for the whole pack: drop it, or list one a sample"
     )
 
 
@@ -457,8 +456,7 @@ def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
             for i in first_with.values()
         ]
         raise ConfigError(
-            f"{name} is {unlike[0]} and {unlike[1]}; all samples need the same dtype and the same "
-            "shape behind dim 0"
+            f"{name} is {unlike[0]} and {unlike[1]}; give the same dtype, and shape behind dim 0"
         )
     return tensors
 

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -94,20 +94,13 @@ class Pool:
         self.num_loaders = 0
         self._leases: list[Lease] = []
 
-    def borrow(
-        self, settings: Mapping[str, str], error: Exception | None, timeout_s: float
-    ) -> Lease:
+    def borrow(self, settings: dict[str, str], error: Exception | None, timeout_s: float) -> Lease:
         """Return a group that is free on all ranks. All call it, in the same order."""
         set_timeout(self.control, timeout_s)
         is_free = [not lease.is_lent and lease.group.calls.ended is None for lease in self._leases]
-        gathered = agree(
-            self.control,
-            settings,
-            error,
-            what="beginning an iteration",
-            values=np.array(is_free, dtype=np.int64),
-            capacity=max(_CAPACITY, len(is_free)),
-        )
+        what, capacity = "beginning an iteration", max(_CAPACITY, len(is_free))
+        values = np.array(is_free, dtype=np.int64)
+        gathered = agree(self.control, settings, error, what=what, values=values, capacity=capacity)
         free_everywhere = np.flatnonzero(np.stack(gathered).all(axis=0)).tolist()
         if not free_everywhere:
             group = new_group(self.control.ranks, "loader", timeout_s, backend="gloo")
@@ -146,8 +139,6 @@ class Prefetcher:
         self._first, self._depth, self._loads = first, depth, loads
         self._changed = threading.Condition()  # of the fields below
         self._ready: deque[ReadyStep] = deque()
-        self._taken: ReadyStep | None = None
-        self._bytes = 0  # received in steps that are not used up
         self._handed: Position = (-1, -1)
         self._is_closing = self._has_ended = False
         self._error: BaseException | None = None  # that ended the thread
@@ -163,16 +154,14 @@ class Prefetcher:
         """Return the next step (None at the end), and when this thread's wait began and ended."""
         start = time.perf_counter()
         with self._changed:
-            self._bytes -= 0 if self._taken is None else self._taken.received_bytes
-            self._changed.notify_all()  # there may be room for bytes
             self._changed.wait_for(lambda: self._ready or self._has_ended)
             waited = start, time.perf_counter()
             self._check_open()
-            self._taken = self._ready.popleft() if self._ready else None
+            taken = self._ready.popleft() if self._ready else None
             self._changed.notify_all()  # there is room for another step
-            if self._taken is None and self._error is not None:
+            if taken is None and self._error is not None:
                 raise self._error
-            return self._taken, waited
+            return taken, waited
 
     def hand_out(self, position: Position) -> None:
         """Note the microbatch that is used next; raise as `take`, or if a rank left before it."""
@@ -249,10 +238,10 @@ class Prefetcher:
     def _make_all(self) -> None:
         rules, saves = self._redistributor.rules, self._redistributor.saves
         for step in itertools.count(self._first):
-            is_left, loaded = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
-            if not is_left:
+            loaded = CLOSING
+            if self._has_room():
                 loaded = load(self._reading, rules, loads=self._loads, saves=saves(step))
-            made = self._redistributor.step(step, loaded, self._reserve)
+            made = self._redistributor.step(step, loaded)
             if made is None:
                 if rules.ends == "drop_last" and loaded.offer is not None:
                     self.num_dropped = loaded.offer.lens.size + self._reading.num_unread
@@ -261,22 +250,18 @@ class Prefetcher:
                 self._ready.append(made)
                 self._changed.notify_all()
 
-    def _reserve(self, num_bytes: int) -> None:
-        """Wait until so many bytes may arrive. The first step always finds room."""
-        limit = self._redistributor.rules.max_bytes_in_flight
-        if limit is not None:
-            self._wait_until(lambda: self._bytes == 0 or self._bytes + num_bytes <= limit)
-        with self._changed:
-            self._bytes += num_bytes
+    def _has_room(self) -> bool:
+        """Wait until the training has used a step; return False if a rank leaves instead."""
 
-    def _wait_until(self, is_possible: Callable[[], bool]) -> bool:
-        """Wait for the training to use steps; return True if a rank leaves instead."""
+        def goes_on() -> bool:
+            return self._is_closing or len(self._ready) < self._depth
+
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._is_closing or is_possible(), _LOOK_S):
-                    return self._is_closing
+                if self._changed.wait_for(goes_on, _LOOK_S):
+                    return not self._is_closing
             if self._lease.departure() is not None:
-                return True
+                return False
 
     def _who_left(self, error: ClosedError) -> CommError:
         """Return the error with the rank that left first, after which step, and why."""

@@ -123,7 +123,6 @@ class Rules:
     sync: Sync
     ends: Ends
     min_gain: float
-    max_bytes_in_flight: int | None
     length_fn: Callable[[Sample], int] = num_input_ids
     weight_fn: Callable[[Sample], int] | None = None
     unpack: Callable[[Any], list[Sample]] | None = None  # of an item of the loader
@@ -151,10 +150,6 @@ class Load:
 
 
 _HEAD = 4  # flags, newest cost model, samples of the pass before the state, words of the state
-
-
-def _saved_in(words: Ints) -> Saved:
-    return int(words[2]), words[words.size - words[3] :]
 
 
 CLOSING = Load(_CLOSING)  # of a rank that wants no further step
@@ -253,7 +248,8 @@ class Loaded:
         heads = np.stack([words[:size] for words in gathered], axis=1)
         words = [gathered[leader] for leader in leaders.tolist()]
         numbers = heads[0, leaders], int(heads[1].min()), heads[_HEAD:, leaders]
-        return cls(*numbers, [*map(_saved_in, words)], Offer.from_words([x[size:] for x in words]))
+        saved = [(int(x[2]), x[x.size - x[3] :]) for x in words]
+        return cls(*numbers, saved, Offer.from_words([x[size:] for x in words]))
 
     def is_last(self, ends: Ends) -> bool:
         """Return True if no step is left."""
@@ -305,16 +301,6 @@ class Deliveries:
     def moves(self) -> Bools:
         """True (k,) for samples that travel between ranks."""
         return self.source != self.dest
-
-    def check_received(self, most: int | None) -> None:
-        """Refuse deliveries in which a rank receives more than `most` bytes; None: any number."""
-        worst = int(self.received.argmax())
-        num_bytes = int(self.received[worst])
-        if most is not None and num_bytes > most:
-            raise PlanError(
-                f"rank {worst} would receive {num_bytes:,} bytes of samples in a step, more than "
-                f"max_bytes_in_flight={most:,}: raise it, or load fewer samples per step"
-            )
 
     def share(self, offer: Offer, rank: int, micro: int) -> tuple[Ints, bool, float]:
         """Return a rank's rows in a microbatch, True if they are padding, and the loss's scale."""
@@ -373,12 +359,6 @@ class ReadyStep:
     received_bytes: int
     exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
 
-    @property
-    def is_void(self) -> bool:
-        """True if the loaders gave items, all of them None."""
-        lens = [batch.plan.seq_lens.size for batch in self.batches]
-        return bool(self.num_items.any()) and not any(lens)
-
 
 class ClosedError(CommError):
     """Ranks want no further step. The same on all ranks, after an agreement."""
@@ -391,10 +371,8 @@ class ClosedError(CommError):
 class Redistributor:
     """Makes the steps of one rank. All ranks of the group call `step` in the same order."""
 
-    def __init__(
-        self, ranks: DataRanks, rules: Rules, terms: Terms, seconds_per_byte: float
-    ) -> None:
-        self.ranks, self.rules, self.seconds_per_byte = ranks, rules, seconds_per_byte
+    def __init__(self, ranks: DataRanks, rules: Rules, terms: Terms, byte_s: float) -> None:
+        self.ranks, self.rules, self._byte_s = ranks, rules, byte_s
         self.terms = [replace(terms, topology=Topology(((1, 1),), ranks.num))]  # by version
         self._epoch, self._version, self._next_saved = 0, 0, 0
         self._capacity, self._has_warned = _FIRST_CAPACITY, False
@@ -412,11 +390,8 @@ class Redistributor:
         """Return True if the states of loaders travel with this step."""
         return step >= self._next_saved
 
-    def step(self, step: int, load: Load, reserve: Callable[[int], None]) -> ReadyStep | None:
-        """Make this rank's part of a step; None at the end. Three collectives.
-
-        `reserve` gets the bytes that will arrive, and may wait for room. All ranks raise alike.
-        """
+    def step(self, step: int, load: Load) -> ReadyStep | None:
+        """Make this rank's part of a step; None at the end. Three collectives; all raise alike."""
         start = time.perf_counter()
         loaded = self._gather(step, load)
         if loaded.is_last(self.rules.ends):
@@ -429,7 +404,6 @@ class Redistributor:
         making = f"epoch {self._epoch}, making batches"
         try:
             decision = self.decide(offer)
-            decision.deliveries.check_received(self.rules.max_bytes_in_flight)
         except PlanError as error:
             raise PlanError(f"step {step}, epoch {self._epoch}: {error}") from None
         except Exception as error:  # of the cost model; another rank may not have it
@@ -439,7 +413,6 @@ class Redistributor:
         self._version = loaded.cost_version
         deliveries = decision.deliveries
         sent, received = int(deliveries.sent[rank]), int(deliveries.received[rank])
-        reserve(received)
         samples = self._move(step, offer, load, deliveries)
         exchange = start, time.perf_counter()
         batches, failed = list[Batch](), None
@@ -518,20 +491,14 @@ class Redistributor:
         if seconds is None:
             return 0.0
         most = max(deliveries.sent.max(), deliveries.received.max())
-        return max(float(most) * self.seconds_per_byte / seconds - decision.verdict.after, 0.0)
+        return max(float(most) * self._byte_s / seconds - decision.verdict.after, 0.0)
 
     def _gather(self, step: int, load: Load) -> Loaded:
         """Return the samples of all ranks."""
-        words = load.words(len(self.terms) - 1)
-        gathered = agree(
-            self.ranks.group,
-            self.terms[self._version].settings,
-            load.error,
-            what=f"epoch {self._epoch}, loading",
-            step=step,
-            values=words,
-            capacity=self._capacity,
-        )
+        words, capacity = load.words(len(self.terms) - 1), self._capacity
+        local = self.ranks.group, self.terms[self._version].settings, load.error
+        what = f"epoch {self._epoch}, loading"
+        gathered = agree(*local, what=what, step=step, values=words, capacity=capacity)
         num_words = [int(words[_HEAD - 1]) for words in gathered]  # of states
         sizes = [words.size - num for words, num in zip(gathered, num_words, strict=True)]
         self._capacity = max(self._capacity, *sizes)
@@ -572,9 +539,7 @@ class Redistributor:
         stay = np.flatnonzero((source == group.rank) & ~moves).tolist()
         samples = {row: here[places[row]] for row in stay}
         if moves.any():
-            sent = [
-                load.parcels[place] for place in places[moves & (source == group.rank)].tolist()
-            ]
+            sent = [load.parcels[k] for k in places[moves & (source == group.rank)].tolist()]
             came = np.flatnonzero(moves & (dest == group.rank)).tolist()
             move = ItemMove(source[moves], dest[moves], group, HOST, step, "samples")
             arrived = move_items(move, sent, deliveries.num_bytes[moves])

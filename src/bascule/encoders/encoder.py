@@ -277,18 +277,16 @@ class BalancedEncoder:
         """Gather the items of all ranks; or raise the same error on all of them."""
         local, flags, compared, size = LocalItems(), 0, dict[str, str](), self._host.size
         features_for, is_shared = self.options.features_for, self.options.features_for != "owner"
-        most_pieces = _PIECES_A_RANK * size if size > 1 else 1
+        most = _PIECES_A_RANK * size if size > 1 else 1  # pieces of an item
         if self.options.limits is not None:  # an item that is too long for a rank may fit in pieces
-            most_pieces = sys.maxsize
+            most = sys.maxsize
         try:
             if error is not None:
                 raise error
             records = torch.is_grad_enabled()
             trains = records and any(p.requires_grad for p in self._inner.parameters())
             local = prepare(
-                *(items, self.table, self._length, self._device),
-                most_pieces=most_pieces,
-                travel=not is_shared,
+                items, self.table, self._length, self._device, most=most, travel=not is_shared
             )
             tensors = [x for piece in local.pieces for x in piece.values() if isinstance(x, Tensor)]
             flags = (records and any(x.requires_grad for x in tensors)) + 2 * trains
@@ -330,10 +328,8 @@ class BalancedEncoder:
     ) -> tuple[dict[int, Item], Tensor | None]:
         """Return the items that this rank computes, by id, and the token of their gradients."""
         rank, first = self._group.rank, plan.first(self._group.rank)
-        parcels, pieces = (
-            dict(enumerate(local.parcels, first)),
-            dict(enumerate(local.pieces, first)),
-        )
+        parcels = dict(enumerate(local.parcels, first))
+        pieces = dict(enumerate(local.pieces, first))
         here = [item for item in plan.needed[rank].tolist() if plan.owner[item] in (rank, -1)]
         before = token if plan.settings.items_need_gradient else None
         arrived, after = self._move(
@@ -447,9 +443,7 @@ class Installed:
         self._take_part()
 
     @shared("the end of a forward pass with a balanced encoder")
-    def _end(
-        self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    def _end(self, parent: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         parent._modules[self._name] = self._encoder.module
         self._encoder.last = next(filter(None, reversed(self.encodings)), None)
         tokens = self._tokens

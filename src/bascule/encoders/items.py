@@ -58,9 +58,7 @@ class EncoderTable:
             for name, x in arguments.items()
             if isinstance(x, Tensor)
         }
-        return [
-            {**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(len(sizes))
-        ]
+        return [{**arguments, **{key: x[i] for key, x in parts.items()}} for i in range(len(sizes))]
 
     def sizes_of(self, arguments: Mapping[str, Any]) -> list[int]:
         """Return the rows that each item of a call has in packed arguments."""
@@ -68,9 +66,8 @@ class EncoderTable:
         rows = {name: shape[0] if shape else -1 for name, shape in shapes.items()}
         counts = {num for name, num in rows.items() if name not in self.packed}
         sizes = [1] * max(counts, default=0) if self.sizes is None else list(self.sizes(arguments))
-        if counts != {len(sizes)} or any(
-            rows.get(x, sum(sizes)) != sum(sizes) for x in self.packed
-        ):
+        total = sum(sizes)
+        if counts != {len(sizes)} or any(rows.get(x, total) != total for x in self.packed):
             raise ConfigError(
                 f"arguments of shapes {shapes} differ in their number of items: give tensors with "
                 f"one row per item{', or its size in ' + str(self.packed) if self.packed else ''}"
@@ -262,17 +259,17 @@ def prepare(
     length_of: Callable[[Item], Length],
     device: torch.device,
     *,
-    most_pieces: int,
+    most: int,
     travel: bool,
 ) -> LocalItems:
-    """Cut this rank's items into pieces, and pack the pieces into parcels, if they `travel`."""
+    """Cut this rank's items into pieces, at most so many; pack these, if they `travel`."""
     pieces, counts, parcels = list[Item](), list[int](), list[Parcel]()
     lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
         try:
             if len(table.sizes_of(item)) != 1:
                 raise ConfigError("it holds several items: give each as an item of its own")
-            cut = table.split(item, most_pieces) if table.split and most_pieces > 1 else [item]
+            cut = table.split(item, most) if table.split and most > 1 else [item]
             for piece in cut:
                 length = length_of(piece)
                 tokens, num_pairs = length if isinstance(length, tuple) else (length, -1.0)

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Ints
 from bascule.batching import ForwardPass, forward_passes
 from bascule.machine.cluster import WITHOUT_RECOMPUTING, Cluster
 from bascule.machine.costs import Cost, evaluate
@@ -137,7 +137,10 @@ class ItemPlan:
         ):
             if ids.size:
                 each = self.offer.num_bytes[ids].astype(np.float64)
-                seconds += times * _exchange_seconds(cluster, source, dest, each)
+                is_near = source // cluster.ranks_per_node == dest // cluster.ranks_per_node
+                each_s = cluster.wires.sending(each * is_near, each * ~is_near)
+                busiest_s = max(np.bincount(ends, each_s).max() for ends in (source, dest))
+                seconds += times * (cluster.latency_s + float(busiest_s))
                 num_bytes += times * each.sum()
         return seconds, round(num_bytes)
 
@@ -145,14 +148,6 @@ class ItemPlan:
 def _by_rank(ids: list[Ints]) -> tuple[Ints, Ints]:
     """Return the ids of all ranks one after another, and the rank of each id."""
     return np.concatenate(ids), np.repeat(np.arange(len(ids)), [part.size for part in ids])
-
-
-def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Floats) -> float:
-    """Return the seconds of an all-to-all, in which the busiest rank sends or gets most bytes."""
-    is_near = source // cluster.ranks_per_node == dest // cluster.ranks_per_node
-    each = cluster.wires.sending(num_bytes * is_near, num_bytes * ~is_near)
-    busiest = max(np.bincount(ends, each).max(initial=0.0) for ends in (source, dest))
-    return cluster.latency_s + float(busiest)
 
 
 def plan_items(
@@ -171,7 +166,10 @@ def plan_items(
     owner = np.full_like(offer.lens, -1) if is_shared else offer.owner
     before = after = np.bincount(np.maximum(owner, 0), costs, num_ranks).astype(np.float64)
     sizes = {"tokens": offer.lens, "bytes": offer.num_bytes}
-    may_stay = not is_shared and (limits is None or _are_kept(limits, offer))
+    may_stay = not is_shared
+    if may_stay and limits is not None:
+        tokens, total_bytes = (offer.sums(offer.owner, x) for x in (offer.lens, offer.num_bytes))
+        may_stay = limits.keeps(tokens=tokens, items=offer.counts, num_bytes=total_bytes)
     least = max(before.mean(), costs.max())
     min_gain = 1.0 - 1.0 / (1.0 + locality_tolerance)  # a share of the makespan as given
     plan = stays = ItemPlan(offer, settings, owner, owner)
@@ -199,9 +197,3 @@ def plan_items(
     num_moved = int((plan.rank_of != owner).sum()) if num_ranks > 1 else 0
     loads = tuple(before.tolist()), tuple(after.tolist())
     return plan, Encoding(offer.lens.size, num_moved, *loads, gain_s, exchange_s, exchange_bytes)
-
-
-def _are_kept(limits: Limits, offer: Offer) -> bool:
-    """Return whether every rank may encode the items that it gave."""
-    tokens, num_bytes = (offer.sums(offer.owner, x) for x in (offer.lens, offer.num_bytes))
-    return limits.keeps(tokens=tokens, items=offer.counts, num_bytes=num_bytes)

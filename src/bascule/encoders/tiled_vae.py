@@ -114,9 +114,7 @@ class TiledVAE:
         return InPlace(pipeline, self.vae, encode=self.encode, decode=self.decode)
 
     @shared("a call of a TiledVAE")
-    def _run(
-        self, method: str, x: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
-    ) -> Any:
+    def _run(self, method: str, x: Tensor | Sequence[Tensor], args: Any, kwargs: Item) -> Any:
         samples, tiles, empty = list[Tensor](), list[Item](), list[Any]()
         error = None
         try:
@@ -142,9 +140,7 @@ class TiledVAE:
 
 
 _CACHE = "feat_cache"  # argument: a list that calls for a tile's next frames share and change
-_HANDED = (
-    "conv_cache"  # argument: what the call for a tile's frames before returned with its output
-)
+_HANDED = "conv_cache"  # argument: what the call for the frames before returned with its output
 
 
 class TileCalls(nn.Module):

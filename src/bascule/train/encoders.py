@@ -3,8 +3,7 @@
 Shapes: F frames, H x W pixels, C latent channels, f latent frames of h x w, L tokens, p patch side.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from bascule.comm.values import values_digest
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
@@ -101,8 +101,8 @@ class LatentEncoder(nn.Module):
         return (drawn - shift) / divisor
 
     def digest(self) -> str:
-        """Return the name of the VAE's class, with a digest of weights and constants."""
-        return _digest(self.vae, repr(self._constants))
+        """Return the name of the VAE's class, a digest of its weights, and its constants."""
+        return f"{type(self.vae).__name__} {values_digest(self.vae)} {self._constants}"
 
 
 class TextEncoder(nn.Module):
@@ -136,15 +136,7 @@ class TextEncoder(nn.Module):
 
     def digest(self) -> str:
         """Return the name of the encoder's class, with a digest of weights."""
-        return _digest(self.encoder, "")
-
-
-def _digest(module: nn.Module, constants: str) -> str:
-    digest = hashlib.blake2b(constants.encode(), digest_size=8)
-    for name, tensor in module.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
-    return f"{type(module).__name__} ({digest.hexdigest()})"
+        return f"{type(self.encoder).__name__} {values_digest(self.encoder)}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,7 +248,8 @@ class EncoderStages:
         self._balanced = {
             name: BalancedEncoder(
                 module.to(device),
-                length_fn=_size_of,
+                # tokens of a text, or pixels
+                length_fn=lambda item: sum(x.shape[1:].numel() for x in item.values()),
                 cost=_cost_of(module, device, mesh),
                 mesh_or_group=mesh,
                 options=EncoderOptions(device=device, timeout_s=options.timeout_s),
@@ -311,12 +304,6 @@ class EncoderStages:
     def _run(self, stage: str, items: list[dict[str, Any]]) -> list[Tensor]:
         with self._watch.timed(stage):
             return self._balanced[stage](items)
-
-
-def _size_of(item: Mapping[str, Any]) -> int:
-    """Return the tokens or pixels of an item."""
-    (tensor,) = item.values()
-    return tensor.shape[1:].numel()
 
 
 def _cost_of(module: LatentEncoder | TextEncoder, device: torch.device, mesh: DeviceMesh) -> Cost:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bascule.arrays import Floats
 from bascule.attention import select_kernel
-from bascule.calibrate.blocks import BlockCall, block_of_each_kind, calls_of_model
+from bascule.calibrate.blocks import block_of_each_kind, calls_of_model
 from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import device_of, member_of, resolve
@@ -98,7 +97,7 @@ def cost_of(
     packs = [[length] * (lens[-1] // length) for length in lens]
     each = [
         sum(
-            call.weight * median_seconds(partial(_forward_backward, call), device, _REPEATS)
+            call.weight * median_seconds(lambda call=call: call.backward()(), device, _REPEATS)
             for call in calls_of_model(model, weights, pack, dtype, options.kernel)
         )
         / len(pack)
@@ -106,10 +105,6 @@ def cost_of(
     ]
     fitted = fit_latency(lens, mean_over_ranks(None, each), config.d_model)
     return replace(fitted, **sizes)
-
-
-def _forward_backward(call: BlockCall) -> None:
-    call.backward()()
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bascule.arrays import Ints
-from bascule.checks import fields, function, whole
+from bascule.checks import whole
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines
 from bascule.train.streams import (
@@ -66,11 +66,6 @@ class PhotoOptions:
     token_channels: int | None = None  # channels of an image token; None: pixels of a patch
     # the text tokens of a caption, and True if some were cut; None takes its bytes
     tokenize: Callable[[str], tuple[Sequence[int], bool]] | None = None
-
-    def __post_init__(self) -> None:
-        ones = ("patch", "max_tokens", "text_dim", "frame_group", "token_channels")
-        fields(self, **dict.fromkeys(ones, (whole, 1)), tokenize=function)
-        fields(self, **dict.fromkeys(("max_text_tokens", "cache_bytes", "clip_frames"), whole))
 
 
 class PhotoStream:
@@ -127,10 +122,6 @@ class PhotoStream:
         """Return the numbers of this rank's samples of a step."""
         first = (step * self.world_size + self.rank) * self.batch_size
         return range(first, first + self.batch_size)
-
-    def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
-        """Return the shapes of the samples with these numbers; read no file."""
-        return [photo.shape for photo in self._draw(numbers)]
 
     def raw(self, numbers: Sequence[int]) -> RawBatch:
         """Read the pixels and captions of the samples with these numbers, to be encoded."""

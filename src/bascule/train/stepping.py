@@ -78,9 +78,7 @@ def train_step(
     sync = sync_of(model) if sync is None else sync
     check_sync(sync)
     if not microbatches:
-        return torch.zeros(
-            (), device=next((parameter.device for parameter in model.parameters()), None)
-        )
+        return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     losses: list[Tensor] = []
     with shared(where):
         for number, loss_of in enumerate(microbatches, 1):
@@ -100,19 +98,17 @@ def sync_of(model: nn.Module) -> Sync:
 @contextmanager
 def _averaging(model: nn.Module, is_on: bool) -> Iterator[None]:
     """Let the enclosed backward average gradients over ranks, or only add them up."""
-    if is_on:
+    if is_on or not isinstance(model, DistributedDataParallel | FSDPModule):
         yield
     elif isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
-    elif isinstance(model, FSDPModule):
+    else:
         model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             model.set_requires_gradient_sync(True)
-    else:
-        yield
 
 
 def keep_exchanges(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,6 +1,5 @@
 """Time the parts of a step on this rank: by the host's clock, on CUDA by events."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,24 +8,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-Moment = float | torch.cuda.Event
-Lap = tuple[str, Any, Any]  # part, begin, end
+from bascule.calibrate.timed import Moment, moment, seconds_between
 
 
 class Stopwatch:
     """Adds up the seconds of the parts of a step; only `read` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._laps: list[Lap] = []
+        self._device = device
+        self._laps: list[tuple[str, Moment, Moment]] = []  # part, begin, end
 
     def now(self) -> Moment:
         """Return this moment, on the device."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return moment(self._device)
 
     def lap(self, name: str, start: Moment) -> Moment:
         """End a part that began at `start`; return the moment of its end."""
@@ -43,11 +37,9 @@ class Stopwatch:
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each part since the last call; wait for the device."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
         seconds, laps, self._laps = defaultdict[str, float](float), self._laps, []
         for name, start, end in laps:
-            seconds[name] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+            seconds[name] += seconds_between(start, end)
         return seconds
 
 

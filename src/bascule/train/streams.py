@@ -166,11 +166,8 @@ class _Waves:
     """
 
     def __init__(self, rank: int, seed: int, channels: int, text_dim: int, vec_dim: int) -> None:
-        self.rank = rank
-        self.seed = seed
-        self.in_channels = channels
-        self.text_dim = text_dim
-        self.vec_dim = vec_dim
+        self.rank, self.seed = rank, seed
+        self.in_channels, self.text_dim, self.vec_dim = channels, text_dim, vec_dim
         self._frequencies = _table("freq", 3, _NUM_WAVES) * 0.3
         scale = _NUM_WAVES**-0.5
         self._to_image = _table("image", _NUM_WAVES, channels) * scale
@@ -230,7 +227,7 @@ class SyntheticStream(_Waves):
         """Return this rank's batch of a step, a pure function of (codes, seed, step, rank)."""
         whole("step", step, 0, _MAX_STEPS - 1)
         shapes = rank_lengths(self.codes, self.rank, seed=self.seed, step=step)
-        first = _first_id(step, self.rank)
+        first = (step * _MAX_RANKS + self.rank) * _MAX_SAMPLES
         return self._made(shapes, range(first, first + len(shapes)))
 
 
@@ -238,13 +235,7 @@ class ManifestStream(_Waves):
     """Learnable samples with the lengths of a data set, in an order drawn anew each epoch."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
+        self, manifest: Manifest, batch_size: int, *, rank: int, world_size: int, seed: int = 0
     ) -> None:
         super().__init__(rank, seed, channels=64, text_dim=64, vec_dim=64)
         self._manifest, self._batch_size, self._world_size = manifest, batch_size, world_size
@@ -276,11 +267,6 @@ class EpochOrder:
             for epoch in {number // size for number in numbers}
         }
         return [int(self._orders[number // size][number % size]) for number in numbers]
-
-
-def _first_id(step: int, rank: int) -> int:
-    """Return the first id of the samples of a rank and step, unique over ranks and steps."""
-    return (step * _MAX_RANKS + rank) * _MAX_SAMPLES
 
 
 def _product(rows: Tensor, table: Tensor) -> Tensor:
