@@ -37,19 +37,16 @@ class Scale:
             unit: "s" becomes fs to days; "B", "FLOP", and either a second ("B/s") get prefixes up
                 to E (10^18); any other unit stays as it is.
         """
-        sizes = [abs(value) for value in values if value is not None and math.isfinite(value)]
-        most = max(sizes, default=0.0)
-        if unit == "s":
-            steps = [(factor * _FEWEST.get(factor, 1.0), factor, name) for factor, name in _TIMES]
-            first = 5 if most == 0.0 else 0  # 0 s, not 0 fs
-        elif unit in ("B", "FLOP", "B/s", "FLOP/s"):
-            steps = [(factor, factor, (prefix + unit).strip()) for factor, prefix in _PREFIXES]
-            first = 0
-        else:
+        if unit not in ("s", "B", "FLOP", "B/s", "FLOP/s"):
             return cls(1.0, unit)
+        steps = _TIMES
+        if unit != "s":
+            steps = tuple((factor, (prefix + unit).strip()) for factor, prefix in _PREFIXES)
+        sizes = [abs(value) for value in values if value is not None and math.isfinite(value)]
+        most = max(sizes, default=0.0) or 1.0  # 0 s, not 0 fs
         rounded = most * (1 + 5e-4)  # 999.6 becomes 1.00 of the next unit
-        fitting = [step for step in steps[first:] if step[0] <= rounded] or [steps[first]]
-        return cls(*fitting[-1][1:])
+        fitting = [step for step in steps if step[0] * _FEWEST.get(step[0], 1.0) <= rounded]
+        return cls(*(fitting[-1] if fitting else steps[0]))
 
     def __call__(self, value: float | None) -> str:
         """Write a value in this unit, without the unit's name."""
@@ -117,7 +114,7 @@ def percent(share: float | None) -> str:
 def times(ratio: float | None) -> str:
     """Write a ratio of speeds or times, such as 1.82x."""
     text = number(ratio)
-    return text if ratio is None or math.isnan(ratio) else f"{text}x"
+    return text if text == _NO_NUMBER else f"{text}x"
 
 
 def money(value: float | None, currency: str = "USD") -> str:

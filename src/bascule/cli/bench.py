@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bascule.bench.options import BenchOptions
 from bascule.quantities import Scale, amount, count, num_bytes, number, percent, seconds, times
 from bascule.report.charts import draw_lines
-from bascule.report.page import Fact, Report, Rows, columns
+from bascule.report.page import Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -96,10 +96,8 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
         for label, key, write in _ROWS
         if before[key] is not None
     ]
-    rows += [
-        (f"loss, {which} step", *map(number, summary[f"loss_{which}"]))
-        for which in ("first", "last")
-    ]
+    for which in ("first", "last"):
+        rows.append((f"loss, {which} step", *map(number, summary[f"loss_{which}"])))
     answer = (
         f"With bascule, training ran {times(measured)} as fast (single steps {times(low)} to "
         f"{times(high)}); the prediction was {times(predicted)}."
@@ -128,7 +126,7 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
         ),
         parts=(
             *_topologies(summary, lines["seconds"]),
-            Rows("Both ways", columns("", _ARMS["unbalanced"], labels[best]), rows),
+            Rows("Both ways", dict.fromkeys(("", *arms), str), rows),
             *_stages(summary),
             draw_lines(
                 "Time of each step",
@@ -164,42 +162,33 @@ def _topologies(summary: dict[str, Any], times_of: Mapping[str, Sequence[float]]
     """Return the table of topologies, if there are several; `times_of` steps are by label."""
     if len(summary["topologies"]) == 1:
         return []
-    firsts = Counter(
-        min(zip(step_times, times_of, strict=True))[1]
-        for step_times in zip(*times_of.values(), strict=True)
-    )
-    without = _ARMS["unbalanced"]
+    steps, without = zip(*times_of.values(), strict=True), _ARMS["unbalanced"]
+    firsts = Counter(min(zip(step, times_of, strict=True))[1] for step in steps)
     rows: list[tuple[Any, ...]] = [
         (without, summary["unbalanced"]["imbalance"], None, None, None, firsts[without])
     ]
-    rows += [
-        (
-            name,
-            topology["balanced"]["imbalance"],
-            topology["predicted_ratio"],
-            f"{times(topology['measured_ratio'])} "
-            f"({' to '.join(map(number, topology['measured_ratio_spread']))})",
-            topology["sent_bytes_per_step"],
-            firsts[name],
-        )
-        for name, topology in summary["topologies"].items()
-    ]
+    for name, topology in summary["topologies"].items():
+        spread = " to ".join(map(number, topology["measured_ratio_spread"]))
+        predicted, sent_bytes = topology["predicted_ratio"], topology["sent_bytes_per_step"]
+        measured = f"{times(topology['measured_ratio'])} ({spread})"
+        imbalance = topology["balanced"]["imbalance"]
+        rows.append((name, imbalance, predicted, measured, sent_bytes, firsts[name]))
     sent = Scale.of((row[4] for row in rows), "B")
-    formats = columns("bags") | {"imbalance": number, "predicted, compute only": times}
-    formats |= columns("measured (10 % to 90 % of steps)")
-    formats |= {f"sent per step, forward, {sent.unit}": sent} | columns("steps won")
+    formats: dict[str, Format] = {"bags": str, "imbalance": number}
+    formats |= {"predicted, compute only": times, "measured (10 % to 90 % of steps)": str}
+    formats |= {f"sent per step, forward, {sent.unit}": sent, "steps won": str}
     return [Rows("Topologies", formats, rows)]
 
 
 def _stages(summary: dict[str, Any]) -> list[Rows]:
     if "stages" not in summary:
         return []
+    formats = {"": str, "imbalance without": number, "imbalance with": number}
+    formats |= {"time without": seconds, "time with": seconds, "speed-up": times}
     return [
         Rows(
             f"Stages, {kind}",
-            columns("")
-            | {"imbalance without": number, "imbalance with": number}
-            | {"time without": seconds, "time with": seconds, "speed-up": times},
+            formats,
             [
                 (
                     name.replace("_", " "),
@@ -238,10 +227,8 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
     if loader:
         reasons = loader["reasons"].items()
         skipped = ", ".join(f"{n} {why}" for why, n in reasons if why != "balanced")
-        parts = ", ".join(
-            f"{name} {seconds(loader[f'{name}_s_per_step'])}"
-            for name in ("exchange", "hidden", "exposed")
-        )
+        names = "exchange", "hidden", "exposed"
+        parts = ", ".join(f"{name} {seconds(loader[f'{name}_s_per_step'])}" for name in names)
         notes += [
             f"the slowest rank, per step: {parts} ({percent(loader['exposed_share'])} of the step)",
             f"samples moved in {number(loader['applied_steps'])} of {count(num_steps, 'step')}"
@@ -262,16 +249,14 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
             "linear layers only: measure longer sequences or a quieter machine, or give --gamma"
         )
     for name, topology in topologies.items():
-        if not topology["single_binds_steps"]:
+        if not (bound := topology["single_binds_steps"]):
             continue
-        advice = (
-            "moving whole samples can shorten: larger bags can, with --topologies, not --loader"
-            if loader is not None
-            else f"balancing on bags {name} can shorten: give larger bags with --topologies"
-        )
+        advice = f"balancing on bags {name} can shorten: give larger bags with --topologies"
+        if loader is not None:
+            advice = "moving whole samples can shorten: larger bags can, with --topologies, "
+            advice += "not --loader"
         notes.append(
-            f"warning: in {number(topology['single_binds_steps'])} of "
-            f"{count(num_steps, 'step')} one sequence alone takes as long as its step, which no "
-            f"{advice}"
+            f"warning: in {number(bound)} of {count(num_steps, 'step')} one sequence alone takes "
+            f"as long as its step, which no {advice}"
         )
     return notes

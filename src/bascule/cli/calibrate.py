@@ -11,7 +11,7 @@ from bascule.machine.calibration import BYTES, TOKENS, Fit
 from bascule.machine.cluster import HardwareProfile
 from bascule.quantities import Scale, count, number, percent, with_spread
 from bascule.report.charts import draw_lines
-from bascule.report.page import Chart, Fact, Report, Rows, columns
+from bascule.report.page import Chart, Fact, Report, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
         parts=(
             Rows(
                 "Fitted times, ± half of the 95 % confidence interval",
-                columns("", "per call", "per token or byte", "per pair of tokens"),
+                dict.fromkeys(("", "per call", "per token or byte", "per pair of tokens"), str),
                 [
                     (
                         fit.what,
@@ -119,9 +119,9 @@ def _curves(title: str, fits: list[Fit]) -> list[Chart]:
 
 def _points(fits: Sequence[Fit]) -> Rows:
     scale = Scale.of((took for fit in fits for took in fit.seconds), "s")
-    formats = columns("") | {"size": number} | columns("unit")
+    formats = {"": str, "size": number, "unit": str}
     formats |= {f"{name}, {scale.unit}": scale for name in ("measured", "predicted")}
-    formats |= {"predicted over measured, less 1": percent} | columns("held out")
+    formats |= {"predicted over measured, less 1": percent, "held out": str}
     rows = [
         (fit.what, size, fit.unit, took, took * (1.0 + miss), miss, "yes" if held_out else None)
         for fit in fits

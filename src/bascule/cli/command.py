@@ -86,9 +86,8 @@ def on_ranks(
     from bascule.comm.groups import member_of, resolve
 
     if options.ranks is not None and options.ranks != (size := int(os.environ["WORLD_SIZE"])):
-        raise ConfigError(
-            f"--ranks {options.ranks}: the launcher of this job started {size} ranks; leave it out"
-        )
+        what = f"--ranks {options.ranks}: the launcher of this job started {size} ranks"
+        raise ConfigError(f"{what}; leave it out")
     status, error = None, None
     with launch.joined(options.timeout_s) as device:
         result, group = work(device), member_of(resolve(None), "the command")

@@ -1,12 +1,11 @@
 """`bascule doctor --ranks 2 --rounds 3`: check the ranks before a run."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bascule.bench.options import DoctorOptions
 from bascule.quantities import Scale, count, num_bytes, percent, times
-from bascule.report.page import Report, Rows, columns
+from bascule.report.page import Format, Report, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -42,45 +41,34 @@ def report_of(report: dict[str, Any]) -> Report:
     )
     memory, store = _column(ranks, "memory_bytes", "B"), _column(ranks, "store_s", "s")
     fields = "rank", "host", "device", "memory_bytes", "num_threads", "store_s"
-    formats = columns("rank", "host", "device") | {f"memory, {memory.unit}": memory}
-    formats |= columns("threads") | {f"store, {store.unit}": store}
-    speeds: dict[str, Any] = columns("rank")
+    formats = {"rank": str, "host": str, "device": str, f"memory, {memory.unit}": memory}
+    formats |= {"threads": str, f"store, {store.unit}": store}
+    speeds: dict[str, Format] = {"rank": str}
     for name in first["work"]:
         rate = _column([row["work"][name] for row in ranks], "flops_per_s", "FLOP/s")
         speeds |= {f"{name}, {rate.unit}": rate, f"{name}, time over median": times}
+    per_work = "flops_per_s", "times_median"
     work = [
-        (
-            row["rank"],
-            *chain.from_iterable(
-                (work["flops_per_s"], work["times_median"]) for work in row["work"].values()
-            ),
-        )
+        (row["rank"], *(work[name] for work in row["work"].values() for name in per_work))
         for row in ranks
     ]
-    call_columns = columns("", "on") | {"size on a rank": num_bytes}
-    call_columns |= _time_and_rate(report["collectives"]) | columns("slowest rank")
-    order = [row["name"] for row in report["collectives"]]
+    call_columns = {"": str, "on": str, "size on a rank": num_bytes}
+    call_columns |= _time_and_rate(report["collectives"]) | {"slowest rank": str}
     of_call = "name", "on", "size_bytes", "seconds", "bytes_per_s", "slowest_rank"
     calls = [[row[field] for field in of_call] for row in report["collectives"]]
+    order = [row[0] for row in calls]
     calls.sort(key=lambda row: (row[1], order.index(row[0])))
     latency, rate = _time_and_rate(report["links"]).items()
-    link_columns: dict[str, Any] = columns("ranks", "on", "where") | {"message": num_bytes}
+    link_columns = {"ranks": str, "on": str, "where": str, "message": num_bytes}
     link_columns |= dict([latency]) | {"large message": num_bytes} | dict([rate])
     links: dict[tuple[str, tuple[int, int]], list[dict[str, Any]]] = {}
     for row in report["links"]:
         links.setdefault((row["on"], tuple(row["ranks"])), []).append(row)
-    neighbours = [
-        (
-            "{} and {}".format(*last["ranks"]),
-            last["on"],
-            "one host" if last["same_host"] else "two hosts",
-            small["num_bytes"],
-            small["seconds"],
-            last["num_bytes"],
-            last["bytes_per_s"],
-        )
-        for small, *_, last in links.values()
-    ]
+    neighbours = list[tuple[Any, ...]]()
+    for small, *_, large in links.values():
+        where = "one host" if large["same_host"] else "two hosts"
+        sizes = small["num_bytes"], small["seconds"], large["num_bytes"], large["bytes_per_s"]
+        neighbours.append(("{} and {}".format(*large["ranks"]), large["on"], where, *sizes))
     neighbours.sort(key=lambda row: row[-1])
     shared = ("Python", "torch", "bascule", "numpy", "CUDA", "NCCL")
     versions = ", ".join(f"{name} {first[name.lower()]}" for name in shared)

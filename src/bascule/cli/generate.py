@@ -1,7 +1,6 @@
 """`bascule generate --prompt "a boat on a lake" --ranks 2`: images and videos over ranks."""
 
 import logging
-from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
         return {"degrees": options.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
 
     def finish(result: dict[str, Any]) -> None:
-        console = publish(options, replace(_report(options, **result), values=result))
+        console = publish(options, _report(options, result))
         if result["outputs"]:
             saved(console, *(options.out / output["file"] for output in result["outputs"]))
 
@@ -43,33 +42,26 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
     try:
         on_ranks(options, arguments, generate, finish, lambda _: logger.setLevel(logging.CRITICAL))
     except CommError as error:
-        raise CommError(
-            f"{error}; what is done is in {options.out}, and the same command makes the rest"
-        ) from error
+        rest = f"what is done is in {options.out}, and the same command makes the rest"
+        raise CommError(f"{error}; {rest}") from error
 
 
-def _report(
-    options: GenerateOptions,
-    degrees: dict[str, int],
-    prompts: int,
-    seconds: dict[str, float],
-    outputs: list[dict[str, Any]],
-) -> "Report":
-    from bascule import quantities
+def _report(options: GenerateOptions, result: dict[str, Any]) -> "Report":
+    from bascule.quantities import Scale, seconds
     from bascule.report.page import Fact, Report, Rows
 
+    outputs, means, prompts = result["outputs"], result["seconds"], result["prompts"]
     rows = [(output["file"], *output["seconds"].values()) for output in outputs]
-    scale = quantities.Scale.of((value for row in rows for value in row[1:]), "s")
-    columns = {"file": "{}", **dict.fromkeys(seconds, scale)}
+    scale = Scale.of((value for row in rows for value in row[1:]), "s")
+    columns = {"file": "{}", **dict.fromkeys(means, scale)}
     answer = f"{len(outputs)} of {prompts} outputs were missing and are in {options.out} now."
     if not outputs:
         answer = f"nothing is left to make in {options.out}"
-    mesh = "".join(f", {name} {degree}" for name, degree in degrees.items())
+    mesh = "".join(f", {name} {degree}" for name, degree in result["degrees"].items())
     return Report(
         title=f"{prompts} outputs of {options.model}{mesh}",
         answer=answer,
-        facts=tuple(
-            Fact(name, f"{name}, average", s, quantities.seconds) for name, s in seconds.items()
-        ),
+        facts=tuple(Fact(name, f"{name}, average", mean, seconds) for name, mean in means.items()),
         parts=(Rows(f"time of each phase, {scale.unit}", columns, rows),) if rows else (),
+        values=result,
     )

@@ -14,7 +14,6 @@ from bascule.machine.cluster import LIMITS, Cluster, HardwareProfile
 from bascule.machine.costs import TransformerCost
 from bascule.options import Group, Range, flag, refuse
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.topology import Topology
 from bascule.quantities import num_bytes
 from bascule.workload.codes import (
     MAX_SEQUENCES,
@@ -95,11 +94,10 @@ class InputOptions(ManifestOptions):
 
     def check_steps(self, **counts: int | None) -> None:
         """Refuse a count above 1, named as its option, of batches of a source with one batch."""
+        reason = "only --data and --manifest have more than one batch"
         for name, value in counts.items():
             if value is not None and value > 1 and not self.has_steps:
-                raise ConfigError(
-                    f"--{name} {value}: only --data and --manifest have more than one batch"
-                )
+                raise ConfigError(f"--{name} {value}: {reason}")
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
         """Read the batch `steps_after` steps after --step: one list of lengths a source rank."""
@@ -137,10 +135,9 @@ class InputOptions(ManifestOptions):
 
     def _check_source(self) -> None:
         sources = self.lengths, self.file, self.manifest, self.data
-        if (num_sources := sum(source is not None for source in sources)) != 1:
-            raise ConfigError(
-                f"give one of --lengths, --file, --manifest and --data, not {num_sources} of them"
-            )
+        if (num := sum(source is not None for source in sources)) != 1:
+            options = "--lengths, --file, --manifest and --data"
+            raise ConfigError(f"give one of {options}, not {num} of them")
         self.check_manifest("batch_size")
 
     @cached_property
@@ -151,10 +148,9 @@ class InputOptions(ManifestOptions):
         """Return how many samples a step has; without --batch-size at most the data set."""
         size, num_samples = (self.batch_size or _DEFAULT_BATCH) * num_ranks, len(self._manifest)
         if self.batch_size is not None and size > num_samples:
-            raise ConfigError(
-                f"--batch-size {self.batch_size} on {num_ranks} ranks takes {size} samples a step, "
-                f"and {self.manifest} has {num_samples}: use a smaller one"
-            )
+            option = f"--batch-size {self.batch_size} on {num_ranks} ranks"
+            few = f"takes {size} samples a step, and {self.manifest} has {num_samples}"
+            raise ConfigError(f"{option} {few}: use a smaller one")
         if size > MAX_SEQUENCES:
             limit = f"more than can be planned for, {MAX_SEQUENCES}"
             raise ConfigError(f"{size} samples a step are {limit}: use a smaller --batch-size")
@@ -227,10 +223,9 @@ class ClusterOptions(MachineOptions):
             raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
         bytes_per_token = rate("--kb-per-token", self.kb_per_token) * 1e3
         if bytes_per_token > int(memory_bytes):
-            raise ConfigError(
-                f"--kb-per-token {self.kb_per_token:g}: a rank has {memory_bytes / 1e3:g} KB of "
-                "memory, which hold no token: give a smaller number, or --memory-gb"
-            )
+            memory = f"a rank has {memory_bytes / 1e3:g} KB of memory, which hold no token"
+            what = f"--kb-per-token {self.kb_per_token:g}: {memory}"
+            raise ConfigError(f"{what}: give a smaller number, or --memory-gb")
         limits = Limits(tokens=self.max_tokens, num_bytes=int(memory_bytes))
         return in_tokens(limits, TransformerCost(bytes_per_token=bytes_per_token), None)
 
@@ -264,21 +259,14 @@ class BatchOptions(ClusterOptions, InputOptions):
         return notes
 
 
-def topology_ranks(spec: str | None) -> int | None:
-    """Return the ranks that a topology lists; None for "auto" or no topology."""
-    return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks
-
-
 def _parse_lengths(text: str, num_ranks: int | None) -> list[list[int]]:
     if not text.strip():
         raise ConfigError("--lengths is empty: give tokens, such as 4096,300/512/900,40")
     ranks = [[term.strip() for term in rank.split(",")] for rank in text.split("/")]
     wrong = [term for terms in ranks for term in terms if term and not _WHOLE.fullmatch(term)]
     if wrong:
-        raise ConfigError(
-            f"--lengths {shown(text)}: {shown(wrong[0])} is not a length; write whole numbers, "
-            "commas between sequences and / between ranks"
-        )
+        advice = "write whole numbers, commas between sequences and / between ranks"
+        raise ConfigError(f"--lengths {shown(text)}: {shown(wrong[0])} is not a length; {advice}")
     if num_ranks is not None and num_ranks < len(ranks):
         raise ConfigError(f"--lengths lists {len(ranks)} ranks, --ranks says {num_ranks}")
     lens = [[int(term) for term in terms if term] for terms in ranks]

@@ -130,10 +130,9 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except dist.DistError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        raise CommError(
-            f"the ranks of this job did not meet within {timeout_s:g} s: {reason}: see that "
-            "all of them start, or give a longer --timeout-s"
-        ) from error
+        what = f"the ranks of this job did not meet within {timeout_s:g} s: {reason}"
+        advice = "see that all of them start, or give a longer --timeout-s"
+        raise CommError(f"{what}: {advice}") from error
     try:
         yield device
     except CommError as error:

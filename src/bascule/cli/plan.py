@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from bascule.cli.inputs import BatchOptions, topology_ranks
+from bascule.cli.inputs import BatchOptions
 from bascule.errors import PlanError
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import FLOPS_PER_UNIT, Cost, in_bag
 from bascule.options import Group, NewFile, Outputs, refuse
+from bascule.plan.topology import Topology
 from bascule.quantities import Scale, count, flops, number, percent, seconds, times
 from bascule.report.charts import draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
-    from bascule.machine.cluster import Cluster
-    from bascule.machine.costs import Cost
     from bascule.plan.plan import Plan
 
 _WIRE_OPTIONS = "tflops", "intra_gbs", "inter_gbs", "latency_us", "ranks_per_node"
@@ -54,8 +55,9 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     from bascule.plan.plan import Terms
     from bascule.report.step_picture import draw_step
 
-    lens = options.read(topology_ranks(options.topology))
-    cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
+    spec = options.topology
+    lens = options.read(None if spec in (None, "auto") else Topology.parse(spec).num_ranks)
+    cost, topology = options.cost, spec or f"g1n{len(lens)}"
     if not (is_priced := options.wires or topology == "auto"):
         refuse(options, _WIRE_OPTIONS, "changes nothing without --wires, which counts seconds")
     limits, machines = options.limits, options.machines(len(lens))
@@ -74,14 +76,9 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
 
 def report_of(
-    plan: "Plan",
-    cost: "Cost",
-    cluster: "Cluster | None",
-    advice: str,
-    notes: Sequence[str],
+    plan: "Plan", cost: Cost, cluster: Cluster | None, advice: str, notes: Sequence[str]
 ) -> Report:
     """Report one batch as loaded and as planned, with `advice` on what to do."""
-    from bascule.machine.costs import FLOPS_PER_UNIT
     from bascule.report.step_picture import draw_step
 
     per_unit, unit, amount = FLOPS_PER_UNIT, "FLOP", flops
@@ -134,10 +131,8 @@ def report_of(
     )
 
 
-def _limit(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
+def _limit(plan: "Plan", cost: Cost, cluster: Cluster | None) -> str:
     """Say what keeps the step from ending earlier."""
-    from bascule.machine.costs import in_bag
-
     if plan.makespan == 0:
         return "The batch has no tokens"
     if plan.num_ranks == 1:
@@ -157,7 +152,7 @@ def _limit(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
 
 
 def _advice(
-    plan: "Plan", options: PlanOptions, machines: "Cluster"
+    plan: "Plan", options: PlanOptions, machines: Cluster
 ) -> tuple[str, dict[str, float | str]]:
     """Say what to do about the step, and with which seconds, communication in bags counted."""
     from bascule.plan.plan import Terms

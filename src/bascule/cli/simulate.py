@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import InputOptions, MachineOptions
+from bascule.machine.cluster import passes_of
 from bascule.options import Group, NewFolder, Outputs, Range, refuse
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
 def run(options: SimulateOptions, arguments: list[str]) -> None:
     """Simulate each topology, with encoders also in balance, and publish what each takes."""
     from bascule.cli.command import publish, saved, waiting
-    from bascule.machine.cluster import passes_of
     from bascule.sim.seconds import Sharding, SimulationOptions
     from bascule.sim.simulation import segments_of, simulate
     from bascule.workload.traces import write_steps
@@ -86,7 +86,8 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
     if options.gpu_hour_price is None:
         refuse(options, ("currency",), "names the money of --gpu-hour-price; give both")
     steps = options.steps or (_DEFAULT_STEPS if options.has_steps else 1)
-    profile, cost, params = options.hardware(), options.cost, options.params_b
+    profile, cost = options.hardware(), options.cost
+    params = None if options.params_b is None else max(round(options.params_b * 1e9), 1)
     if options.kb_per_token is not None:
         cost = replace(cost, bytes_per_token=options.kb_per_token * 1e3)
     with waiting("simulating"):
@@ -100,9 +101,7 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             num_steps=steps,
             accumulate=options.accumulate,
             ranks_per_node=options.ranks_per_node,
-            sharding=Sharding(
-                None if params is None else max(round(params * 1e9), 1), options.shard_ranks
-            ),
+            sharding=Sharding(params, options.shard_ranks),
             passes=passes_of("step", profile),
             stages=options.stages,
             train_steps=train_steps or _DEFAULT_TRAIN_STEPS,

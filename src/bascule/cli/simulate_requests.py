@@ -9,12 +9,13 @@ from bascule.checks import number as check_number
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Group, Outputs, Range, refuse
+from bascule.plan.requests import NEVER, SERVED, Request
 from bascule.quantities import Scale, number, percent, seconds, times
 from bascule.report.charts import draw_lines
-from bascule.report.page import Chart, Fact, Format, Report, Rows, columns
+from bascule.report.page import Chart, Fact, Format, Report, Rows
+from bascule.workload.tokens import TokenRule, model_shape
 
 if TYPE_CHECKING:
-    from bascule.plan.requests import Request
     from bascule.sim.requests import Row
     from bascule.workload.requests import Workload
 
@@ -82,9 +83,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
 
     def read(self) -> "Workload":
         """Return the workload of --arrivals or --mix, on allowed degrees alone."""
-        from bascule.plan.requests import NEVER
         from bascule.workload.requests import Recorded, Sizes, predicted
-        from bascule.workload.tokens import TokenRule, model_shape
 
         if (self.arrivals is None) != bool(self.mix):
             raise ConfigError("give one of --arrivals and --mix")
@@ -107,22 +106,19 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
             refuse(self, ("within",), "every request has a deadline of its own; leave it out")
         return workload
 
-    def _restrict(self, request: "Request") -> "Request":
+    def _restrict(self, request: Request) -> Request:
         """Leave out the degrees that are not allowed; ConfigError if none is left."""
         step_s = request.step_s
         degrees = [d for d in step_s if d in (self.degrees or (d,)) and d <= self.ranks]
         if not degrees:
-            raise ConfigError(
-                f"--degrees {' '.join(map(str, self.degrees))}: a request runs on "
-                f"{', '.join(map(str, step_s))} ranks, and there are {self.ranks}"
-            )
+            legal = f"runs on {', '.join(map(str, step_s))} ranks, and there are {self.ranks}"
+            raise ConfigError(f"--degrees {' '.join(map(str, self.degrees))}: a request {legal}")
         return replace(request, step_s={degree: step_s[degree] for degree in degrees})
 
 
 def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
     """Simulate, and publish what each policy reaches."""
     from bascule.cli.command import publish, waiting
-    from bascule.plan.requests import SERVED
     from bascule.sim.requests import compare
 
     workload = options.read()
@@ -134,7 +130,7 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
     for load in loads:
         check_number(name, load, 1e-6, 1e6)
 
-    def draw(load: float, seed: int) -> "list[Request]":
+    def draw(load: float, seed: int) -> list[Request]:
         scale = load if options.rates else workload.scale(load, options.ranks)
         return workload.draw(scale, seed, slo=options.slo)
 
@@ -154,7 +150,6 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
 
 def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> Report:
     """Report what the server reaches, and what other policies change; axis: "load" or "rate"."""
-    from bascule.plan.requests import SERVED
     from bascule.sim.requests import BOUND
 
     loads = list(dict.fromkeys(row.load for row in rows))
@@ -170,10 +165,9 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
     gpus = ", ".join(f"{number(own[f'degree of {kind}'])} for {kind}" for kind in kinds)
     unit = Scale.of([row.figures["mean_s"] for row in rows], "s")
     better, worse = (", ".join(words.values()) for words in _against(ours, best))
-    advice = f"For this load, bascule serve --policy {best.policy} would be better ({better})"
-    advice += (
-        f", but worse in other ways ({worse})." if worse else ", and in nothing clearly worse."
-    )
+    but = f"but worse in other ways ({worse})" if worse else "and in nothing clearly worse"
+    gain = f"bascule serve --policy {best.policy} would be better ({better})"
+    advice = f"For this load, {gain}, {but}."
 
     def table(title: str, *names: str) -> Rows:
         with_any = [row for row in rows if row.figures.keys() & set(names)]
@@ -260,9 +254,8 @@ def _compared(title: str, ours: "Row", rows: "Sequence[Row]", unit: Scale) -> Ro
             against, whose = "itself", "bascule serve's default"
         rule, values = _RULES[row.policy.partition(":")[0]], map(row.figures.get, names)
         cells.append((row.policy, *values, against or "as good", rule, whose))
-    formats = columns("policy") | _formats(names, unit)
-    formats |= columns(f"compared with {ours.policy}", "why", "part of bascule")
-    return Rows(title, formats, cells)
+    formats = {"policy": str, **_formats(names, unit), f"compared with {ours.policy}": str}
+    return Rows(title, formats | {"why": str, "part of bascule": str}, cells)
 
 
 def _formats(names: Sequence[str], unit: Scale) -> dict[str, Format]:

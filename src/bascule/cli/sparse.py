@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from bascule.arrays import Bools, Ints
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Group, Outputs, Range, flag, refuse
+from bascule.plan.topology import Degrees, all_degrees
 from bascule.quantities import Scale, num_bytes, percent, seconds, times
 from bascule.report.charts import draw_map
-from bascule.report.page import Chart, Fact, Format, Report, Rows, columns
+from bascule.report.page import Chart, Fact, Format, Report, Rows
+from bascule.workload.masks import COGVIDEOX15, WAN21, load_masks, synthetic_masks
 
 if TYPE_CHECKING:
-    from bascule.arrays import Bools, Ints
-    from bascule.sim.sparse_study import Mesh, Outcome, Study
+    from bascule.sim.sparse_study import Outcome, Study
 
 _SHOWN_BLOCKS = 96  # query blocks of the figure at first; more are thinner than a pixel
 
@@ -65,15 +67,11 @@ class SparseOptions(Outputs, MachineOptions):
     head: Annotated[int, Group("Output")] = 0
 
     @property
-    def meshes(self) -> "tuple[Mesh, ...]":
+    def meshes(self) -> tuple[Degrees, ...]:
         """Meshes to compare, (ring, Ulysses) degrees; the largest Ulysses degree first."""
-        from bascule.plan.topology import all_degrees
-
         if self.ranks is None:
             if self.ulysses is None and self.ring is None:
-                raise ConfigError(
-                    "give a mesh with --ulysses and --ring, or --ranks to compare all meshes"
-                )
+                raise ConfigError("give --ulysses and --ring, or --ranks to compare all meshes")
             return ((self.ring or 1, self.ulysses or 1),)
         legal = all_degrees(self.ranks)
         fitting = [(r, u) for r, u in legal if self.ulysses in (None, u) and self.ring in (None, r)]
@@ -81,9 +79,8 @@ class SparseOptions(Outputs, MachineOptions):
             degrees = {"--ulysses": self.ulysses, "--ring": self.ring}
             words = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
             products = ", ".join(f"{ring} x {ulysses}" for ring, ulysses in legal)
-            raise ConfigError(
-                f"{words} and --ranks {self.ranks}: the ranks are ring x Ulysses, one of {products}"
-            )
+            what = f"{words} and --ranks {self.ranks}"
+            raise ConfigError(f"{what}: the ranks are ring x Ulysses, one of {products}")
         return tuple(fitting)
 
 
@@ -95,11 +92,11 @@ class _Source:
     num_heads: int  # of a layer
     num_layers: int  # to plan
     num_steps: int  # to plan
-    q_lens: "Ints"  # tokens of each query block
-    kv_lens: "Ints"  # tokens of each key block
-    masks: "Callable[[int, int], Bools]"  # of a layer in a step
+    q_lens: Ints  # tokens of each query block
+    kv_lens: Ints  # tokens of each key block
+    masks: Callable[[int, int], Bools]  # of a layer in a step
 
-    def layers(self, advance: Callable[[], None]) -> "Iterator[Iterator[Bools]]":
+    def layers(self, advance: Callable[[], None]) -> Iterator[Iterator[Bools]]:
         """Yield each layer's masks by step; they are read or drawn lazily."""
         for layer in range(self.num_layers):
             yield (self.masks(layer, step) for step in range(self.num_steps))
@@ -124,31 +121,19 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         refuse(options, ("head",), "drawn on the page alone; give --report, too")
     fitting = tuple(mesh for mesh in meshes if mesh[1] <= source.num_heads)
     if not fitting:
-        raise ConfigError(
-            f"{source.name}: {source.num_heads} heads for {meshes[-1][1]} Ulysses ranks, which "
-            f"take one each at least: use --ulysses {source.num_heads} at most, and --ring"
-        )
+        what = f"{source.name}: {source.num_heads} heads for {meshes[-1][1]} Ulysses ranks"
+        advice = f"use --ulysses {source.num_heads} at most, and --ring"
+        raise ConfigError(f"{what}, which take one each at least: {advice}")
     for mesh in fitting:
         check_degrees(*mesh)
-    setting = Setting(
-        fitting,
-        source.q_lens,
-        source.kv_lens,
-        machine,
-        options.head_dim,
-        options.itemsize,
-        options.target,
-        REWARD,
-        options.tolerance,
-    )
+    rules = options.head_dim, options.itemsize, options.target, REWARD, options.tolerance
+    setting = Setting(fitting, source.q_lens, source.kv_lens, machine, *rules)
     with progress("layers", source.num_layers) as advance:
         result = study(source.name, source.layers(advance), setting)
     publish(options, report_of(result, options.head, [f"Predicted for {machine}."]))
 
 
 def _of_file(options: SparseOptions, path: Path) -> _Source:
-    from bascule.workload import load_masks
-
     refuse(options, ("density", "seed"), "only for --model; masks are as given")
     masks = load_masks(path)
     num_steps, num_layers, num_heads = masks.shape[:3]
@@ -156,13 +141,12 @@ def _of_file(options: SparseOptions, path: Path) -> _Source:
         if (getattr(options, name) or 0) > size:
             raise ConfigError(f"{flag(name)} {getattr(options, name)}: {path} has {size}")
 
-    def of_layer(layer: int, step: int) -> "Bools":
+    def of_layer(layer: int, step: int) -> Bools:
         mask = masks[step, layer]
         if not mask.any():
-            raise ConfigError(
-                f"{path}: nothing is computed in step {step} of layer {layer}: look at fewer "
-                "--steps or --layers, or save ~masks if they say what is hidden"
-            )
+            what = f"{path}: nothing is computed in step {step} of layer {layer}"
+            advice = "look at fewer --steps or --layers, or save ~masks if they say what is hidden"
+            raise ConfigError(f"{what}: {advice}")
         return mask
 
     q_lens, kv_lens = (np.full(size, options.block) for size in masks.shape[3:])
@@ -171,8 +155,6 @@ def _of_file(options: SparseOptions, path: Path) -> _Source:
 
 
 def _synthetic(options: SparseOptions) -> _Source:
-    from bascule.workload.masks import COGVIDEOX15, WAN21, synthetic_masks
-
     models = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
     model = models.get(options.model or "")
     if model is None:
@@ -254,8 +236,7 @@ def _ways(study: "Study", outcomes: "Sequence[Outcome]") -> tuple[Rows, Rows]:
     planning = Scale.of([row.planning_s for row in outcomes], "s")
     call = Scale.of([row.predicted_s for row in outcomes], "s")
     sent = Scale.of([row.sent_bytes for row in outcomes], "B")
-    balance: list[Sequence[Any]] = []
-    exchange: list[Sequence[Any]] = []
+    balance, exchange = list[Sequence[Any]](), list[Sequence[Any]]()
     for row in outcomes:
         before, name = study.mean(row.mesh, BEFORE), (mesh_name(row.mesh), row.way)
         rho, planning_s = row.imbalance, None if row.way == BEFORE else row.planning_s
@@ -278,18 +259,17 @@ def _reused(study: "Study") -> Rows:
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
     tolerance = study.setting.tolerance
-    formats = columns("mesh", "plans made", "kept")
+    formats = {"mesh": str, "plans made": str, "kept": str}
     formats |= {"slowest rank, mean": _excess, "slowest rank, most": _excess}
     rows: list[Sequence[Any]] = []
     for mesh in study.setting.meshes:
         reuses = [run.reuses[mesh, tolerance] for run in study.runs]
         rho = [value for reuse in reuses for value in reuse.imbalances]
-        num_planned = sum(reuse.state.num_planned for reuse in reuses)
-        num_reused = sum(reuse.state.num_kept for reuse in reuses)
-        rows.append((mesh_name(mesh), num_planned, num_reused, sum(rho) / len(rho), max(rho)))
-    return Rows(
-        f"{DEFAULT} over the steps: a plan is kept up to {percent(tolerance)}", formats, rows
-    )
+        made = sum(reuse.state.num_planned for reuse in reuses)
+        kept = sum(reuse.state.num_kept for reuse in reuses)
+        rows.append((mesh_name(mesh), made, kept, sum(rho) / len(rho), max(rho)))
+    title = f"{DEFAULT} over the steps: a plan is kept up to {percent(tolerance)}"
+    return Rows(title, formats, rows)
 
 
 def draw(study: "Study", head: int) -> list[Chart]:

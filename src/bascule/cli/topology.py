@@ -8,16 +8,16 @@ import numpy as np
 from bascule.cli.inputs import BatchOptions
 from bascule.cli.plan import WORTH
 from bascule.errors import ConfigError
-from bascule.machine.cluster import BYTES_PER_VALUE, FORWARD
+from bascule.machine.cluster import BYTES_PER_VALUE, FORWARD, Cluster, passes_of
+from bascule.machine.costs import TransformerCost
 from bascule.options import Group, Outputs, Range
+from bascule.plan import metrics
 from bascule.plan.topology import Topology
 from bascule.quantities import Scale, count, number, percent, seconds, times
 from bascule.report.charts import draw_bars, draw_lengths
 from bascule.report.page import Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
-    from bascule.machine.cluster import Cluster
-    from bascule.machine.costs import TransformerCost
     from bascule.plan.plan import Plan
     from bascule.plan.topology_search import TopologyRanking
 
@@ -44,7 +44,6 @@ class TopologyOptions(Outputs, BatchOptions):
 def run(options: TopologyOptions, arguments: list[str]) -> None:
     """Rank topologies, and publish the ranking."""
     from bascule.cli.command import publish, waiting
-    from bascule.machine.cluster import passes_of
     from bascule.plan.offer import offer_of
     from bascule.plan.plan import Terms
     from bascule.plan.topology_search import suggest_topology
@@ -71,7 +70,7 @@ def _read_batches(options: TopologyOptions) -> list[list[list[int]]]:
     return [first, *(options.read(steps_after=step) for step in range(1, steps))]
 
 
-def _moving_seconds(plan: "Plan", cost: "TransformerCost", cluster: "Cluster") -> float:
+def _moving_seconds(plan: "Plan", cost: TransformerCost, cluster: Cluster) -> float:
     """Predict the seconds of moving a plan's tokens to their bags and back, in all passes."""
     from bascule.sim.placements import Placement
     from bascule.sim.seconds import NUM_ROUTES, exchange_seconds
@@ -85,11 +84,9 @@ def _moving_seconds(plan: "Plan", cost: "TransformerCost", cluster: "Cluster") -
 
 
 def report_of(
-    options: TopologyOptions, ranking: "TopologyRanking", plans: "list[Plan]", cluster: "Cluster"
+    options: TopologyOptions, ranking: "TopologyRanking", plans: "list[Plan]", cluster: Cluster
 ) -> Report:
     """Report a ranking with reasons, beside the batches as loaded; `plans` are on the first."""
-    from bascule.plan import metrics
-
     cost = options.cost
     moving_s = float(np.mean([_moving_seconds(plan, cost, cluster) for plan in plans]))
     loaded = [plan.unbalanced_loads(cost, cluster) for plan in plans]

@@ -72,15 +72,12 @@ def _to_dict(parts: "StepParts", worth: "Worth | None", unknown: str) -> dict[st
     is_complete = not parts.num_missing
     names = ("speedup", "predicted_s", "model_error", "assumed")
     priced = worth and asdict(worth) | {name: getattr(worth, name) for name in names}
+    arrays = "ranks", "steps", "step_seconds", "seconds", *_PARTS
     return {
-        "ranks": parts.ranks.tolist(),
-        "steps": parts.steps.tolist(),
+        **{name: getattr(parts, name).tolist() for name in arrays},
+        **({} if is_complete else {"waiting": None}),
         "numbered_by": parts.numbered_by,
         "on_device": parts.on_device,
-        "step_seconds": parts.step_seconds.tolist(),
-        "seconds": parts.seconds.tolist(),
-        **{name: getattr(parts, name).tolist() for name in _PARTS},
-        **({} if is_complete else {"waiting": None}),
         "imbalance": parts.imbalance,
         "slowest": parts.slowest.tolist() if is_complete else None,
         "slowest_rank": parts.slowest_rank if is_complete else None,

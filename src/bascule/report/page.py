@@ -25,12 +25,6 @@ _BAR_WIDTH = 28
 Format = str | Callable[[Any], str]  # a pattern of `str.format`, or a function
 
 
-def columns(*headings: str) -> dict[str, Format]:
-    """Return formats by heading from "heading" or "heading: format", such as "gap: {:.2%}"."""
-    pairs = (heading.partition(": ") for heading in headings)
-    return {name: pattern or "{}" for name, _, pattern in pairs}
-
-
 @dataclass(frozen=True, slots=True)
 class Fact:
     """A number of a report."""

@@ -166,8 +166,7 @@ def serve(
             if upcoming < len(jobs) and jobs[upcoming].request.arrival_s <= state.now_s:
                 continue  # the policy decides once about all that arrive together
         else:
-            event = cluster.next_event()
-            if event is None:
+            if (event := cluster.next_event()) is None:
                 continue
             what, job = event
             assert job.block is not None

@@ -68,8 +68,6 @@ class SimulatedRun:
     def means(self) -> dict[str, float]:
         """Mean seconds of a rank and step by kind, encoders one by one."""
         kinds = dict(zip(KINDS, self._mean(self.seconds), strict=True))
-        if not self.stages:
-            return kinds
         del kinds["encoders"]
         return dict(zip(self.stages, self._mean(self.stage_s), strict=True)) | kinds
 
@@ -120,30 +118,20 @@ class SimulatedRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return metrics and mean seconds of a rank and step; an infinite `wir` is None."""
-        slowest = self.stage_s.max(axis=2).mean(axis=0) * self.accumulate
-        imbalances = [
-            float(np.mean([metrics.imbalance(seconds) for seconds in spent]))
-            for spent in self.stage_s.swapaxes(0, 1)
-        ]
-        stages = zip(self.stages, imbalances, slowest.tolist(), strict=True)
-        return {
-            "name": self.name,
+        stages = dict[str, Any]()
+        for name, spent in zip(self.stages, self.stage_s.swapaxes(0, 1), strict=True):  # (M, N)
+            imbalance = float(np.mean([metrics.imbalance(seconds) for seconds in spent]))
+            slowest = float(spent.max(axis=1).mean()) * self.accumulate
+            stages[name] = {"imbalance": imbalance, "seconds": slowest}
+        names = "name", "fbl_s", "tokens_per_s", "hfu", "idle_share", "parts", "whose"
+        return {name: getattr(self, name) for name in names} | {
             "wir": self.wir if np.isfinite(self.wir) else None,
-            "fbl_s": self.fbl_s,
-            "tokens_per_s": self.tokens_per_s,
-            "hfu": self.hfu,
-            "idle_share": self.idle_share,
             "activation_bytes": self.most_activation_bytes,
             "given_activation_bytes": self.given_bytes,
-            "parts": self.parts,
-            "whose": self.whose,
             "why": _why(self),
             "seconds": dict(zip(KINDS, self._mean(self.seconds), strict=True)),
             "hidden_seconds": dict(zip(HIDDEN, self._mean(self.hidden), strict=True)),
-            "stages": {
-                name: {"imbalance": imbalance, "seconds": seconds}
-                for name, imbalance, seconds in stages
-            },
+            "stages": stages,
         }
 
 
@@ -270,6 +258,8 @@ class SimulationResult:
         kinds = [name for name in runs[0].means if any(run.means[name] > 0 for run in runs)]
         # Steps that hold a million tokens, by run.
         steps = [run.tokens.size / run.accumulate / run.tokens.sum() * 1e6 for run in runs]
+        spent = [(run.means, s) for run, s in zip(runs, steps, strict=True)]
+        bars = {_word(kind): [means[kind] * s for means, s in spent] for kind in kinds}
         step = Scale.of([run.fbl_s for run in runs], "s")
         memory = Scale.of([run.most_activation_bytes for run in runs], "B")
         against = "nothing that fits" if self.reference is None else self.label(self.reference)
@@ -280,16 +270,17 @@ class SimulationResult:
             f"GPU-hours, {period}": (number, self.gpu_hours),
             "GPU-hours saved": (number, self.saved_gpu_hours),
         }
-        why: _Columns = {"": ("{}", self.label), "whose": ("{}", lambda run: run.whose)}
+        label: _Columns = {"": ("{}", self.label)}
+        why: _Columns = {**label, "whose": ("{}", lambda run: run.whose), "why": ("{}", _why)}
         metrics: _Columns = {
-            "": ("{}", self.label),
+            **label,
             "max / min of work": (number, lambda run: run.wir),
             f"step, {step.unit}": (step, lambda run: run.fbl_s),
             "tokens per second": (number, lambda run: run.tokens_per_s),
             "share of peak FLOP/s": (percent, lambda run: run.hfu),
             f"activations, {memory.unit}": (memory, lambda run: run.most_activation_bytes),
         }
-        shares: _Columns = {"": ("{}", self.label)}
+        shares = label.copy()
         shares |= {
             _word(kind): (percent, lambda run, kind=kind: run.means[kind] / run.fbl_s or None)
             for kind in kinds
@@ -313,18 +304,13 @@ class SimulationResult:
             facts=facts,
             parts=(
                 self._rows("What it is worth", worth),
-                self._rows("Why", why | {"why": ("{}", _why)}),
+                self._rows("Why", why),
                 draw_bars(
                     "Time to train on a million tokens",
                     "Where the time of a rank goes, on average over ranks and steps. All bars are "
                     "for as many tokens, since steps of packs and buckets may hold more or fewer.",
                     [self.label(run) for run in runs],
-                    {
-                        _word(kind): [
-                            run.means[kind] * s for run, s in zip(runs, steps, strict=True)
-                        ]
-                        for kind in kinds
-                    },
+                    bars,
                     "s",
                 ),
                 self._rows("Metrics", metrics),
@@ -360,32 +346,20 @@ class SimulationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
+        own = "num_ranks", "num_params", "sequences", "num_steps", "warnings"
+        settings = "accumulate", "train_steps", "is_epoch", "gpu_hour_price", "currency"
+        of_run = "speedup", "gpu_hours", "saved_gpu_hours", "saved_money", "fits"
         return {
             "profile": str(self.profile),
-            "num_ranks": self.num_ranks,
             "memory_bytes": self.profile.memory_bytes,
-            "num_params": self.num_params,
-            "sequences": self.sequences,
-            "num_steps": self.num_steps,
-            "accumulate": self.options.accumulate,
-            "train_steps": self.options.train_steps,
-            "is_epoch": self.options.is_epoch,
-            "gpu_hour_price": self.options.gpu_hour_price,
-            "currency": self.options.currency,
-            **{name: getattr(self.model, name) for name in ("d_model", "num_layers", "gamma")},
             "compared_with": None if self.reference is None else self.reference.name,
             "runs": [
-                run.to_dict()
-                | {
-                    "speedup": self.speedup(run),
-                    "gpu_hours": self.gpu_hours(run),
-                    "saved_gpu_hours": self.saved_gpu_hours(run),
-                    "saved_money": self.saved_money(run),
-                    "fits": self.fits(run),
-                }
+                run.to_dict() | {name: getattr(self, name)(run) for name in of_run}
                 for run in self.runs
             ],
-            "warnings": self.warnings,
+            **{name: getattr(self.options, name) for name in settings},
+            **{name: getattr(self.model, name) for name in ("d_model", "num_layers", "gamma")},
+            **{name: getattr(self, name) for name in own},
         }
 
 

@@ -165,10 +165,8 @@ class SimulationOptions:
             currency=(of_type, str, "a text such as EUR"),
         )
         if self.num_steps * self.accumulate > _MOST_MICROBATCHES:
-            what = f"{self.num_steps} steps of {self.accumulate} microbatches"
-            raise ConfigError(
-                f"SimulationOptions: {what} are more than {_MOST_MICROBATCHES}: use fewer"
-            )
+            what = f"SimulationOptions: {self.num_steps} steps of {self.accumulate} microbatches"
+            raise ConfigError(f"{what} are more than {_MOST_MICROBATCHES}: use fewer")
         names = [stage.name for stage in self.stages]
         if len({*names, *KINDS}) < len(names) + len(KINDS):
             advice = f"must differ from each other, and from {', '.join(KINDS)}"
@@ -252,13 +250,8 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     topology, bag_of = placed.topology, placed.bag_of
     cluster = replace(setup.cluster, passes=setup.options.passes)
     counts = np.bincount(placed.source, minlength=topology.num_ranks)
-    prices = price(
-        Offer.of(counts[None], placed.computed),
-        topology,
-        setup.cost,
-        cluster,
-        RankState.of(topology.num_ranks),
-    )
+    offer, ranks = Offer.of(counts[None], placed.computed), RankState.of(topology.num_ranks)
+    prices = price(offer, topology, setup.cost, cluster, ranks)
     parts = prices.parts[:, prices.kinds[bag_of], np.arange(bag_of.size)]
     compute, ulysses, ring = map(placed.by_rank, parts)
     launches, host = prices.carried, prices.exposed_host(bag_of)

@@ -83,6 +83,8 @@ def simulate(
     priced = model, replace(cluster, passes=options.passes)
     unlimited = replace(model, bytes_per_token=None), priced[1]
     peak, memory = profile.peak_flops_per_s, profile.memory_bytes or math.inf
+    common: dict[str, Any] = {"peak_flops_per_s": None if peak is None else peak * num_ranks}
+    common["stages"] = tuple(stage.name for stage in options.stages)
     most, runs = max(int(loaded.batch.counts.max()) for loaded in run), list[SimulatedRun]()
     for name in names:
         parts, tried = 0, list[SimulatedRun]()
@@ -93,16 +95,8 @@ def simulate(
                 label, columns = _placed(name, cut, setup, priced)
             except PlanError:  # no plan keeps the memory: see by how much it is exceeded
                 label, columns = _placed(name, cut, setup, unlimited)
-            tried.append(
-                SimulatedRun(
-                    label,
-                    options.accumulate * parts,
-                    *columns,
-                    peak_flops_per_s=None if peak is None else peak * num_ranks,
-                    stages=tuple(stage.name for stage in options.stages),
-                    parts=parts,
-                )
-            )
+            per_step = options.accumulate * parts
+            tried.append(SimulatedRun(label, per_step, *columns, **common, parts=parts))
         runs.append(replace(tried[-1], given_bytes=tried[0].most_activation_bytes))
     sequences = float(np.mean([microbatch.batch.lens.size for microbatch in run])) / num_ranks
     num_steps = len(run) // options.accumulate
@@ -113,8 +107,7 @@ def _placed(
     name: str, run: list[Loaded], setup: Setup, on: tuple[TransformerCost, Cluster]
 ) -> tuple[str, list[Any]]:
     """Return the label of a policy, and the columns of its microbatches."""
-    is_auto = name == AUTO
-    label, policy = _suggest(run, *on) if is_auto else (name, policy_of(name, *on))
+    label, policy = _suggest(run, *on) if name == AUTO else (name, policy_of(name, *on))
     parts = [microbatch(placed, setup) for placed in policy(run)]
     return label, list(map(np.array, zip(*parts, strict=True)))
 
@@ -140,21 +133,17 @@ def _check_batches(run: list[Loaded], num_ranks: int, options: SimulationOptions
         what = f"SimulationOptions(num_ranks={options.num_ranks})"
         raise ConfigError(f"{what}: the batches are of {num_ranks} ranks; leave it out")
     if len(run) % options.accumulate:
-        raise ConfigError(
-            f"accumulate={options.accumulate}: {len(run)} batches are no whole steps of so many"
-        )
+        what = f"accumulate={options.accumulate}"
+        raise ConfigError(f"{what}: {len(run)} batches are no whole steps of so many")
     if not sum(microbatch.batch.lens.sum() for microbatch in run):
         raise ConfigError("the data has no tokens: there is nothing to simulate")
 
 
 def _draw(data: str, options: SimulationOptions) -> list[Loaded]:
-    codes = parse_data_codes(data)
-    return [
-        _of_shapes(
-            sample_lengths(codes, seed=options.seed, step=step, world_size=options.num_ranks)
-        )
-        for step in range(options.num_steps * options.accumulate)
-    ]
+    codes, num_ranks = parse_data_codes(data), options.num_ranks
+    draw = partial(sample_lengths, codes, seed=options.seed, world_size=num_ranks)
+    steps = range(options.num_steps * options.accumulate)
+    return [_of_shapes(draw(step=step)) for step in steps]
 
 
 def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:

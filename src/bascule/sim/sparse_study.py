@@ -86,16 +86,9 @@ def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
     start = time.perf_counter()
     plan = setting.plan(way, masks, mesh)
     planning_s = 0.0 if way == BEFORE else time.perf_counter() - start
-    return Outcome(
-        mesh,
-        way,
-        plan.imbalance,
-        plan.critical_path_imbalance,
-        *plan.moved,
-        plan.wire_bytes(setting.head_dim, setting.itemsize),
-        planning_s,
-        setting.seconds(plan),
-    )
+    rho, sent = plan.imbalance, plan.wire_bytes(setting.head_dim, setting.itemsize)
+    took = planning_s, setting.seconds(plan)
+    return Outcome(mesh, way, rho, plan.critical_path_imbalance, *plan.moved, sent, *took)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +137,7 @@ def study(
     rewards: Sequence[float] = (),
 ) -> Study:
     """Plan all layers over their steps; the first also at other `tolerances` and `rewards`."""
-    outcomes: list[Outcome] = []
-    runs: list[LayerRun] = []
+    outcomes, runs = list[Outcome](), list[LayerRun]()
     first: Bools | None = None
     for steps in map(iter, layers):
         masks = next(steps)
