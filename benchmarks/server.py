@@ -13,7 +13,6 @@ import torch
 from measuring import met, on_ranks, ratio
 from published import Dispatch
 
-from bascule import HardwareProfile
 from bascule.generate.generating import load_pipeline
 from bascule.generate.options import Prompt
 from bascule.generate.tiny import TINY
@@ -63,7 +62,7 @@ def server(*, rounds: int = 5, requests: int = 40, quick: bool = False) -> dict[
 
 def _on_rank(folder: str, rounds: int, num: int) -> dict[str, Any] | None:
     pipeline = load_pipeline(TINY, torch.float32, torch.device("cpu"))
-    times = Times(pipeline, [1, 2], NUM_RANKS, HardwareProfile.load("h100-datasheet"))
+    times = Times(pipeline, [1, 2])
     runs: list[dict[str, Any]] = []
     for turn in range(-1, rounds):  # the first one warms up, and measures the seconds of steps
         for name in POLICIES:

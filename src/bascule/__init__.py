@@ -38,34 +38,30 @@ if TYPE_CHECKING:
     from bascule.sim.simulation import simulate as simulate
     from bascule.train.stepping import train_step as train_step
 
-_HOMES = {
-    "AutoMesh": "bascule.diffusers.degrees",
-    "BalancedEncoder": "bascule.encoders.encoder",
-    "BalancedLoader": "bascule.data.loader",
-    "BalancedModel": "bascule.diffusers.balanced_model",
-    "BalancedSampler": "bascule.data.samplers",
-    "CommError": "bascule.errors",
-    "ConfigError": "bascule.errors",
-    "HardwareProfile": "bascule.machine.cluster",
-    "Limits": "bascule.plan.limits",
-    "LoaderOptions": "bascule.data.loader",
-    "Pack": "bascule.data.packs",
-    "Plan": "bascule.plan.plan",
-    "PlanError": "bascule.errors",
-    "SequenceParallel": "bascule.parallel",
-    "Sequences": "bascule.plan.offer",
-    "Span": "bascule.plan.masks",
-    "SparseConfig": "bascule.diffusers.sparse_layers",
-    "Step": "bascule.parallel",
-    "TiledVAE": "bascule.encoders.tiled_vae",
-    "TransformerCost": "bascule.machine.costs",
-    "context_parallel": "bascule.sdpa",
-    "parallelize": "bascule.diffusers.parallelize",
-    "plan_batch": "bascule.plan.plan",
-    "simulate": "bascule.sim.simulation",
-    "suggest_topology": "bascule.plan.topology_search",
-    "train_step": "bascule.train.stepping",
+_NAMES = {
+    "data.loader": "BalancedLoader LoaderOptions",
+    "data.packs": "Pack",
+    "data.samplers": "BalancedSampler",
+    "diffusers.balanced_model": "BalancedModel",
+    "diffusers.degrees": "AutoMesh",
+    "diffusers.parallelize": "parallelize",
+    "diffusers.sparse_layers": "SparseConfig",
+    "encoders.encoder": "BalancedEncoder",
+    "encoders.tiled_vae": "TiledVAE",
+    "errors": "CommError ConfigError PlanError",
+    "machine.cluster": "HardwareProfile",
+    "machine.costs": "TransformerCost",
+    "parallel": "SequenceParallel Step",
+    "plan.limits": "Limits",
+    "plan.masks": "Span",
+    "plan.offer": "Sequences",
+    "plan.plan": "Plan plan_batch",
+    "plan.topology_search": "suggest_topology",
+    "sdpa": "context_parallel",
+    "sim.simulation": "simulate",
+    "train.stepping": "train_step",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*sorted(_HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -75,7 +71,7 @@ def __getattr__(name: str) -> object:
         return importlib.metadata.version("bascule")
     if name not in _HOMES:
         raise AttributeError(f"module 'bascule' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(f"bascule.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

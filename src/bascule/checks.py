@@ -50,10 +50,8 @@ def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> in
     is_bool = isinstance(value, bool)
     if not is_bool and isinstance(value, Integral) and least <= int(value) <= most:
         return int(value)
-    raise ConfigError(
-        f"{_named(name, value)} must be an integer, at least {_bound(least)} and at most "
-        f"{_bound(most)}"
-    )
+    limits = f"at least {_bound(least)} and at most {_bound(most)}"
+    raise ConfigError(f"{_named(name, value)} must be an integer, {limits}")
 
 
 def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBER) -> float:
@@ -61,9 +59,8 @@ def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBE
     is_real = isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
     if is_real and least <= cast(float, value) <= most:
         return float(cast(float, value))
-    raise ConfigError(
-        f"{_named(name, value)} must be finite, at least {_bound(least)} and at most {_bound(most)}"
-    )
+    limits = f"at least {_bound(least)} and at most {_bound(most)}"
+    raise ConfigError(f"{_named(name, value)} must be finite, {limits}")
 
 
 def rate(name: str, value: object) -> float:
@@ -120,10 +117,9 @@ def array(name: str, values: object) -> npt.NDArray[Any]:
         return np.asarray(cast(Any, values))
     except Exception as error:  # a tensor raises what it likes
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{name} of type {type(values).__name__} cannot be read as an array ({reason[:200]}): "
-            "give a list of numbers or a numpy array; a tensor has .tolist()"
-        ) from None
+        what = f"{name} of type {type(values).__name__} cannot be read as an array ({reason[:200]})"
+        fix = "give a list of numbers or a numpy array; a tensor has .tolist()"
+        raise ConfigError(f"{what}: {fix}") from None
 
 
 def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHOLE) -> Ints:
@@ -133,9 +129,8 @@ def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHO
         needed = "one dim" if size is None else f"{size} integers"
         raise ConfigError(f"{name} of shape {table.shape} and dtype {table.dtype}: give {needed}")
     if table.size and table.dtype.kind not in "iu":
-        raise ConfigError(
-            f"{name} of dtype {table.dtype}: give {table.size} integers, from 0 to {_bound(most)}"
-        )
+        needed = f"{table.size} integers, from 0 to {_bound(most)}"
+        raise ConfigError(f"{name} of dtype {table.dtype}: give {needed}")
     if table.size and not 0 <= table.min() <= table.max() <= most:
         wrong = table.min() if table.min() < 0 else table.max()
         raise ConfigError(f"{name} has {wrong}: it must be at least 0, at most {_bound(most)}")
@@ -146,9 +141,8 @@ def floats(name: str, values: object, num_dims: tuple[int, ...] | None = None) -
     """Return real numbers in any range as a new float64 array."""
     table = array(name, values)
     if table.dtype.kind not in "biuf":
-        raise ConfigError(
-            f"{name} must be a flat sequence of real numbers, not {shown(values)} ({table.dtype})"
-        )
+        what = f"{shown(values)} ({table.dtype})"
+        raise ConfigError(f"{name} must be a flat sequence of real numbers, not {what}")
     if num_dims is not None and table.ndim not in num_dims:
         dims = " or ".join({1: "one dimension", 2: "two dimensions"}[n] for n in num_dims)
         raise ConfigError(f"{name} must have {dims}, got shape {table.shape}")

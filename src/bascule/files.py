@@ -43,9 +43,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
 def check_regular(path: Path) -> None:
     """Refuse pipes and devices, since reading from them may wait for ever."""
     if not path.is_file() and not path.is_dir() and path.exists():
-        raise ConfigError(
-            f"cannot read {path}: it is a pipe or a device, so save what it gives to a file first"
-        )
+        raise ConfigError(f"cannot read {path}: it is a pipe or a device: save it to a file")
 
 
 def parse_json(text: str, where: str) -> object:

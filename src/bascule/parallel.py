@@ -205,9 +205,7 @@ class SequenceParallel:
             if topology != "auto":
                 self.topology = Topology.parse(topology, world_size=len(ranks))
             elif cluster is None:
-                raise ConfigError(
-                    'topology "auto" needs a cluster, for the speed of wires: give one'
-                )
+                raise ConfigError('topology "auto" needs a cluster, for speeds of wires: give one')
             if cluster is not None:
                 cluster.check_world(len(ranks))
             settings = self._terms_now()[1]
@@ -251,10 +249,7 @@ class SequenceParallel:
         return self._plan_now(request)[0]
 
     def plan_step(
-        self,
-        microbatches: Iterable[npt.ArrayLike | Sequences],
-        *,
-        sync: Sync = "microbatch",
+        self, microbatches: Iterable[npt.ArrayLike | Sequences], *, sync: Sync = "microbatch"
     ) -> tuple["Step", ...]:
         """Plan all microbatches of an optimizer step from one fixed-size gather, on the host.
 
@@ -281,10 +276,7 @@ class SequenceParallel:
         self._plan_now(self._request([], "microbatch", error))
 
     def plan_async(
-        self,
-        microbatches: Iterable[npt.ArrayLike | Sequences],
-        *,
-        sync: Sync = "microbatch",
+        self, microbatches: Iterable[npt.ArrayLike | Sequences], *, sync: Sync = "microbatch"
     ) -> PlanFuture:
         """Plan an optimizer step in a thread, during the current step; see `plan_step`.
 
@@ -373,8 +365,6 @@ def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:
     data = member_of(resolve(group), "data")
     missing = sorted(set(ranks) - set(data.ranks))
     if missing:
-        raise ConfigError(
-            f"data_group has the ranks {list(data.ranks)} but not {missing} of the group: give all "
-            "ranks whose gradients are averaged, and the group's ranks are among them"
-        )
+        what = f"data_group has the ranks {list(data.ranks)} but not {missing} of the group"
+        raise ConfigError(f"{what}: give all ranks whose gradients are averaged")
     return data

@@ -101,9 +101,13 @@ def in_place_of(
         q, k, v = qkv
         with torch.autocast(q.device.type, enabled=False):  # the kernels take the dtype of q
             if sparse is not None:
+                if tokens.stripe != sparse.dealt:
+                    raise ConfigError(f"{tokens} with sparse: give it stripe={sparse.dealt}")
                 layer = attn if handle is None else handle
-                states = layers.setdefault(layer, SparseLayers(sparse, ranks))
-                out = _sparse(states, (q, k, v), tokens, scale)
+                one_pass = SparsePass(layers.setdefault(layer, SparseLayers(sparse, ranks)))
+                lens = {str(number): length for number, length in enumerate(tokens.segments)}
+                out = one_pass.attend(one_pass.next_layer() or 0, (q, k, v), lens, scale, None)
+                one_pass.end()
             else:
                 options = AttentionOptions(tokens, scores=Scores(left + 1, cap=cap))
                 more: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
@@ -118,10 +122,8 @@ def _refuse(name: str, value: object) -> None:
     is_object = isinstance(value, Tensor | nn.Module)
     if is_object or value:
         shown = type(value).__name__ if is_object else repr(value)
-        raise ConfigError(
-            f"{name} ({shown}) is not offered in the place of another package's attention: leave "
-            "it out, or keep that package's for this call"
-        )
+        what = f"{name} ({shown}) is not offered in the place of another package's attention"
+        raise ConfigError(f"{what}: leave it out, or keep that package's for this call")
 
 
 def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> AttentionMesh:
@@ -137,10 +139,8 @@ def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> Att
         is_ring = peer.__name__ == "ring_attn_func"
         groups = (resolve(mesh), None) if is_ring else (None, resolve(mesh))
     if groups == (None, None):
-        raise ConfigError(
-            "USP has no process groups yet: call initialize_model_parallel of xDiT, or "
-            "set_seq_parallel_pg of yunchang, before, or give in_place_of(USP, mesh=..)"
-        )
+        fix = "initialize_model_parallel of xDiT, or set_seq_parallel_pg of yunchang"
+        raise ConfigError(f"USP has no process groups yet: call {fix}, before, or give mesh=..")
     rows, columns = (dist.get_process_group_ranks(x) if x else [dist.get_rank()] for x in groups)
     ranks = tuple(row + column - dist.get_rank() for row in rows for column in columns)
 
@@ -163,10 +163,8 @@ def _layout(
     kind = getattr(getattr(peer, "ring_attn_fn", None), "__name__", "").partition("_")[0]
     is_zigzag, is_dealt = (kind == name and ring > 1 for name in ("zigzag", "stripe"))
     if ulysses > 1 and sparse is None and (is_zigzag or is_dealt):
-        raise ConfigError(
-            f"yunchang's {kind} ring on {ring} x {ulysses} ranks (ring x Ulysses) has tokens in an "
-            "order of its own: cut them by a SequenceLayout, and give in_place_of(.., layout=..)"
-        )
+        what = f"yunchang's {kind} ring on {ring} x {ulysses} ranks (ring x Ulysses)"
+        raise ConfigError(f"{what} has an order of its own: cut tokens by a layout, and give it")
     if sparse is not None:
         return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, stripe=sparse.dealt)
     kind = {"zigzag": is_zigzag, "stripe": int(is_dealt), "fixed_turns": is_dealt}
@@ -178,28 +176,10 @@ def _joined(
 ) -> tuple[list[Tensor], SequenceLayout]:
     """Join the joint tokens, which every rank has, to q, k and v and the layout."""
     if len(text) < 3 or strategy not in ("front", "rear"):
-        raise ConfigError(
-            f"joint_strategy={strategy!r} and {len(text)} joint tensors: give 'front' or 'rear', "
-            "and a joint query, key and value"
-        )
+        what = f"joint_strategy={strategy!r} and {len(text)} joint tensors"
+        raise ConfigError(f"{what}: give 'front' or 'rear', and a joint query, key and value")
     at = 0 if strategy == "front" else len(layout.segments)
     pairs = zip(qkv, text, strict=True)
     joined = [torch.cat((x, y) if at else (y, x), 2) for x, y in pairs]
     segments = (*layout.segments[:at], text[0].shape[2], *layout.segments[at:])
     return joined, replace(layout, segments=segments, replicated=(at,))
-
-
-def _sparse(
-    layers: SparseLayers,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    layout: SequenceLayout,
-    scale: float | None,
-) -> Tensor:
-    """Attend to the blocks that a layer's masks or rule show, and plan its next call."""
-    if layout.stripe != layers.config.dealt:
-        raise ConfigError(f"{layout} with sparse: give it stripe={layers.config.dealt}")
-    sparse_pass = SparsePass(layers)
-    lens = {str(number): length for number, length in enumerate(layout.segments)}
-    out = sparse_pass.attend(sparse_pass.next_layer() or 0, qkv, lens, scale, None)
-    sparse_pass.end()
-    return out

@@ -189,10 +189,8 @@ class Step:
         plan, group = self.plan, self._binding.group
         masks, ranks = plan.masks, plan.topology.bags[plan.topology.bag_of_rank[group.rank]]
         if masks is not None and not (masks.is_causal.all() and masks.counts.max(initial=0) <= 1):
-            raise ConfigError(
-                "layers with a state along the sequence, such as gated delta layers, need plain "
-                "causal attention, but this step was planned with other masks: plan without masks"
-            )
+            what = "layers with a state, such as gated delta layers, need plain causal attention"
+            raise ConfigError(f"{what}, and this step has other masks: plan without masks")
         layouts = [plan.local(rank) for rank in ranks]
         ids = np.concatenate([layout.seq_ids[layout.slots] for layout in layouts])
         order = np.lexsort((np.concatenate([layout.positions for layout in layouts]), ids))
@@ -378,10 +376,8 @@ class Step:
 
         def check() -> str:
             if is_marked.dtype != torch.bool or is_marked.shape != wanted or not is_marked.is_cpu:
-                raise ConfigError(
-                    f"count_routed: a {is_marked.dtype} tensor of {tuple(is_marked.shape)} on "
-                    f"{is_marked.device}: give a bool CPU tensor of {wanted}"
-                )
+                what = f"shape {tuple(is_marked.shape)}, {is_marked.dtype}, {is_marked.device}"
+                raise ConfigError(f"count_routed: {what}: give a bool CPU tensor of {wanted}")
             return "rows of a bool tensor"
 
         with shared(where):
@@ -431,15 +427,11 @@ class Step:
         check_settings(what, causal, scale)
         masks = self.plan.masks
         if scores.is_near and not (causal or (masks is not None and masks.is_causal.all())):
-            raise ConfigError(
-                f"attend: {scores}, but attention is not causal: windows and chunks need "
-                'causal=True, or Sequences(.., masks="causal") in the plan'
-            )
+            fix = 'give causal=True, or Sequences(.., masks="causal") in the plan'
+            raise ConfigError(f"attend: {scores}, but attention is not causal: {fix}")
         if causal and self.plan.masks is not None:
-            raise ConfigError(
-                "attend: causal=True contradicts the masks that the sequences were planned with: "
-                'leave it out, or plan with Sequences(.., masks="causal")'
-            )
+            fix = 'leave it out, or plan with Sequences(.., masks="causal")'
+            raise ConfigError(f"attend: causal=True contradicts the masks of the sequences: {fix}")
 
     def _sizes_of(self, what: str, q: Tensor, k: Tensor) -> list[int]:
         if self._degree == 1 or what == "attend_contexts":
@@ -521,15 +513,12 @@ def _bound_routes(
 def check_mean(values: Any, weights: Any) -> None:
     """Refuse values and weights that have no mean over tokens."""
     if not isinstance(values, Tensor) or not isinstance(weights, Tensor | None):
-        raise ConfigError(
-            f"mean: values are a {type(values).__name__}, weights a {type(weights).__name__}: give "
-            "tensors"
-        )
+        kinds = f"values are a {type(values).__name__}, weights a {type(weights).__name__}"
+        raise ConfigError(f"mean: {kinds}: give tensors")
     if values.dim() == 0 or not values.is_floating_point() or values.is_meta:
-        raise ConfigError(
-            f"mean: values of shape {tuple(values.shape)} and {values.dtype} on {values.device}: "
-            "give one real floating-point value per token, not their mean or sum (a scalar)"
-        )
+        what = f"values of shape {tuple(values.shape)} and {values.dtype} on {values.device}"
+        needed = "one real floating-point value per token, not their mean or sum (a scalar)"
+        raise ConfigError(f"mean: {what}: give {needed}")
     if weights is None:
         return
     shape = (1,) * (values.dim() - weights.dim()) + tuple(weights.shape)
@@ -537,11 +526,10 @@ def check_mean(values: Any, weights: Any) -> None:
         a in (1, b) for a, b in zip(shape, values.shape, strict=True)
     )
     if not fits or weights.is_complex() or weights.device != values.device:
-        raise ConfigError(
-            f"mean: weights of shape {tuple(weights.shape)} and {weights.dtype} on "
-            f"{weights.device} for values of shape {tuple(values.shape)} on {values.device}: give "
-            "real numbers that broadcast to the values, on their device"
-        )
+        what = f"weights of shape {tuple(weights.shape)} and {weights.dtype} on {weights.device}"
+        what += f" for values of shape {tuple(values.shape)} on {values.device}"
+        fix = "give real numbers that broadcast to the values, on their device"
+        raise ConfigError(f"mean: {what}: {fix}")
     check_weights(weights)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from bascule.generate import tiny
 from bascule.generate.generating import arguments_of
 from bascule.generate.options import Prompt
-from bascule.machine.cluster import HardwareProfile
 from bascule.plan.requests import Balanced, Block, Policy, Request, Starts, State
 from bascule.serve.engine import Engine
 from bascule.serve.orders import Event, Orders
@@ -248,13 +247,12 @@ def with_service(
         engine.run()
         return None
     size = orders.num_ranks
-    profile = HardwareProfile.load("h100-datasheet")
     service = Service(
         pipeline,
         orders,
         Spool(folder, "tiny"),
         policy=policy or Balanced(),
-        times=kind(pipeline, [1 << k for k in range(size.bit_length())], size, profile),
+        times=kind(pipeline, [1 << k for k in range(size.bit_length())]),
         most_waiting=most_waiting,
     )
     service.start()

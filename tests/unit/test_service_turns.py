@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 
 from bascule.generate.options import Prompt
-from bascule.machine.cluster import HardwareProfile
 from bascule.plan.requests import Balanced, Block
 from bascule.serve import service as service_module
 from bascule.serve.orders import Event, Orders
@@ -71,7 +70,7 @@ class Pipeline:
 def serving(folder: Path, *, reason: str = "", **keeps: Any) -> Iterator[tuple[Service, Ranks]]:
     """A service on the spool of a folder, whose ranks end for a reason, or well."""
     ranks, pipeline, spool = Ranks(), Pipeline(), Spool(folder, "one")
-    times = Times(pipeline, [1, 2], RANKS, HardwareProfile.load("h100-datasheet"))
+    times = Times(pipeline, [1, 2])
     service = Service(pipeline, ranks, spool, policy=Balanced(), times=times, **keeps)
     service.start()
     try:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bascule.generate.options import Prompt
-from bascule.machine.cluster import HardwareProfile
 from bascule.serve.times import RequestSize, Times
 
 LARGE, SMALL, TINY = RequestSize(4096, 1), RequestSize(1024, 2), RequestSize(16, 1)
@@ -17,8 +16,7 @@ def times(**factors: int) -> Times:
     config = SimpleNamespace(num_attention_heads=24, attention_head_dim=128, num_layers=57)
     model: Any = torch.nn.Identity()
     model.config = config
-    profile = HardwareProfile.load("h100-datasheet")
-    return Times(SimpleNamespace(transformer=model, **factors), [1, 2, 4], 8, profile)
+    return Times(SimpleNamespace(transformer=model, **factors), [1, 2, 4])
 
 
 def takes(**defaults: object) -> dict[str, Any]:

@@ -142,9 +142,8 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
             continue
         argument = names.get(name, name)
         if argument not in takes:
-            raise ConfigError(
-                f"this pipeline takes no {argument}, and {name} is {value!r}: leave it out"
-            )
+            what = f"{name} is {value!r}"
+            raise ConfigError(f"this pipeline takes no {argument}, and {what}: leave it out")
         arguments[argument] = read_picture(value) if name == "image" else value
     if "max_area" in takes and prompt.width and prompt.height:
         arguments["max_area"] = prompt.width * prompt.height  # else sizes are scaled to 1024 x 1024
@@ -156,8 +155,17 @@ def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
     with _replacing(path) as partial:
         if path.suffix == IMAGE:
             frames[0].save(partial, format="PNG")
-        else:
-            _write_video(partial, frames, fps)
+            return
+        av = load_av(partial)
+        width, height = (side // 2 * 2 for side in frames[0].size)
+        with av.open(str(partial), "w", format="mp4") as file:
+            stream = file.add_stream("libx264", rate=Fraction(fps))
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            for frame in frames:
+                pixels = np.asarray(frame.convert("RGB"))[:height, :width]
+                image = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+                file.mux(stream.encode(image))
+            file.mux(stream.encode(None))
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
@@ -180,16 +188,3 @@ def _replacing(path: Path) -> Iterator[Path]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path.name} cannot be written: {reason}") from error
-
-
-def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
-    av = load_av(path)
-    width, height = (side // 2 * 2 for side in frames[0].size)
-    with av.open(str(path), "w", format="mp4") as file:
-        stream = file.add_stream("libx264", rate=Fraction(fps))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for frame in frames:
-            pixels = np.asarray(frame.convert("RGB"))[:height, :width]
-            image = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
-            file.mux(stream.encode(image))
-        file.mux(stream.encode(None))

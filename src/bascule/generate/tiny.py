@@ -22,10 +22,8 @@ def load(what: str, make: Callable[..., _Made], *libraries: str) -> _Made:
 
         modules = [importlib.import_module(library) for library in libraries]
     except ImportError as error:
-        extras = ",".join(libraries)
-        raise ConfigError(
-            f"{what}: {error.name} is not installed: pip install 'bascule[{extras}]'"
-        ) from None
+        fix = f"pip install 'bascule[{','.join(libraries)}]'"
+        raise ConfigError(f"{what}: {error.name} is not installed: {fix}") from None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of random weights

@@ -38,9 +38,8 @@ class BalanceCallback(GainLog):
         is_even = isinstance(shard, BatchSamplerShard) and shard.even_batches
         if not is_even or shard.split_batches or type(shard.batch_sampler) is not BatchSampler:
             raise ConfigError(
-                "--report_to bascule deals the batches of a dataset with a length, with "
-                "even_batches and without split_batches, dispatch_batches and batch_rebalance: "
-                "set these so, or use BalancedTrainerMixin"
+                "--report_to bascule needs a dataset with a length, and even_batches without "
+                "split_batches, dispatch_batches and batch_rebalance; else use BalancedTrainerMixin"
             )
         collate: Any = getattr(loader.collate_fn, "data_collator", loader.collate_fn)
         lengths = self._lengths
@@ -67,10 +66,8 @@ def rules_of(args: Any, model: Any, *, num_ranks: int, padded: bool) -> DealRule
     # The Trainer decides in the same way whether to divide the loss by all labels.
     counts_labels = getattr(base, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
     if counts_labels and not args.average_tokens_across_devices:
-        raise ConfigError(
-            "average_tokens_across_devices=False divides the loss by the labels of one process, "
-            "whose samples balancing chose: set it to True"
-        )
+        what = "average_tokens_across_devices=False divides the loss by the labels of one process"
+        raise ConfigError(f"{what}, whose samples balancing chose: set it to True")
     return DealRules(
         StepShape(args.train_batch_size, num_ranks, args.gradient_accumulation_steps),
         sync="microbatch" if args.fsdp or args.deepspeed else "step",
@@ -85,8 +82,7 @@ def cost_of(model: Any) -> TransformerCost:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width, depth = (getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers"))
     if not width or not depth:
-        raise ConfigError(
-            f"{type(model).__name__} has no config with hidden_size and num_hidden_layers: give a "
-            "cost, callbacks=[BalanceCallback(cost=..)] in place of --report_to bascule"
-        )
+        what = f"{type(model).__name__} has no config with hidden_size and num_hidden_layers"
+        fix = "give callbacks=[BalanceCallback(cost=..)] in place of --report_to bascule"
+        raise ConfigError(f"{what}: {fix}")
     return TransformerCost(width, num_layers=depth)

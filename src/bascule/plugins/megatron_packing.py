@@ -67,11 +67,10 @@ class BalancedPackingScheduler:
                 continue
             ranks = np.arange(self._dp_size).repeat(self._cp_size).tolist()
             return [[ids[deal.batch(r, m)].tolist() for r in ranks] for m in range(num)]
-        raise PlanError(
-            f"{lengths.size} sequences of up to {lengths.max(initial=0)} tokens do not fill "
-            f"microbatches of {self._dp_size} packs of at most {self._tokens} tokens: raise "
-            "--max-seqlen-per-dp-cp-rank, or the global batch size"
-        )
+        what = f"{lengths.size} sequences of up to {lengths.max(initial=0)} tokens"
+        packs = f"{self._dp_size} packs of at most {self._tokens} tokens"
+        fix = "raise --max-seqlen-per-dp-cp-rank, or the global batch size"
+        raise PlanError(f"{what} do not fill microbatches of {packs}: {fix}")
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch, plan, exchange and pack as Megatron's `DpBalancedScheduler.run` does."""

@@ -40,10 +40,8 @@ class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
         except (KeyError, TypeError, AttributeError, NotImplementedError):
             lengths = None
         if lengths is None or not isinstance(loader, DataLoaderShard):
-            raise ConfigError(
-                "the plug-in of bascule deals samples whose lengths ms-swift has counted: leave "
-                "out --streaming, --packing, --lazy_tokenize and --sequence_parallel_size"
-            )
+            fix = "leave out --streaming, --packing, --lazy_tokenize and --sequence_parallel_size"
+            raise ConfigError(f"bascule needs the lengths that ms-swift counts: {fix}")
         sampler = SequentialSampler(dataset)
         if args.train_dataloader_shuffle:
             sampler = SeedableRandomSampler(dataset, data_seed=args.data_seed or 0)

@@ -52,10 +52,8 @@ class BalancedDataloaderConfig(DataloaderConfig):
     def _build_dataset(self, **kwargs: Any) -> Any:
         dataset: Any = super()._build_dataset(**kwargs)
         if self.packing is not None or not hasattr(dataset, "__len__"):
-            raise ConfigError(
-                "the recipe of bascule deals the samples of a dataset with a length: leave out "
-                "packed_sequence and streaming"
-            )
+            fix = "leave out packed_sequence and streaming"
+            raise ConfigError(f"the recipe of bascule needs a dataset with a length: {fix}")
         shuffle, padded = self.shuffle is not False, not self.emits_thd
         self.batch_sampler_config = BalancedBatchSampler(
             [len(dataset[index]["input_ids"]) for index in range(len(dataset))],

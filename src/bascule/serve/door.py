@@ -24,6 +24,7 @@ import uvicorn
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import Counter, Gauge
 from starlette.requests import ClientDisconnect
 
 from bascule.errors import ConfigError
@@ -349,25 +350,19 @@ class _Metrics:
 
     def __init__(self, num_ranks: int) -> None:
         self._registry = prometheus.CollectorRegistry()
-        in_registry: Any = {"registry": self._registry}
-        self.accepted = prometheus.Counter(
-            "bascule_requests_accepted", "Requests accepted", ["kind"], **in_registry
-        )
-        self._ended = prometheus.Counter(
-            "bascule_requests_ended", "Requests ended", ["kind", "state"], **in_registry
-        )
+        own: Any = {"registry": self._registry}
+        self.accepted = Counter("bascule_requests_accepted", "Requests accepted", ["kind"], **own)
+        self._ended = Counter("bascule_requests_ended", "Requests ended", ["kind", "state"], **own)
         self._seconds = prometheus.Histogram(
             "bascule_request_seconds",
             "Seconds from arrival to the end of requests that are done",
             ["kind"],
             buckets=[2**power for power in range(-2, 13)],
-            **in_registry,
+            **own,
         )
-        self._now = prometheus.Gauge(
-            "bascule_requests", "Requests by state", ["state"], **in_registry
-        )
-        self._busy = prometheus.Gauge("bascule_busy_ranks", "Ranks that compute", **in_registry)
-        prometheus.Gauge("bascule_ranks", "Ranks", **in_registry).set(num_ranks)
+        self._now = Gauge("bascule_requests", "Requests by state", ["state"], **own)
+        self._busy = Gauge("bascule_busy_ranks", "Ranks that compute", **own)
+        Gauge("bascule_ranks", "Ranks", **own).set(num_ranks)
 
     def count(self, status: Status) -> None:
         """Count a request that has ended."""
@@ -391,10 +386,8 @@ def _listen(options: ServeOptions) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there: {error.strerror or error}; give "
-            "another --port, or 0 for one that is free"
-        ) from error
+        what = f"--host {host} --port {port}: cannot listen there: {error.strerror or error}"
+        raise ConfigError(f"{what}; give another --port, or 0 for one that is free") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects clients without power
     return listener
 

@@ -473,20 +473,15 @@ class Engine:
     def _state(self, run: _Run, carried: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that another rank needs to continue a request."""
         if self._num_steps is not None and run.num_done > self._num_steps:
-            raise ConfigError(
-                f"a {type(self._pipeline).__name__} denoises in several loops, whose results do "
-                "not travel: leave such requests where they start"
-            )
+            what = f"a {type(self._pipeline).__name__} denoises in several loops"
+            raise ConfigError(f"{what}, whose results stay: leave its requests where they start")
         sent = {id(tensor) for tensor in leaves_of([run.encoded, run.stepped])}
+        own = {name: x for name, x in carried.items() if not sent.issuperset(map(id, leaves_of(x)))}
         state = {
             "step": run.num_done,
             "encoded": run.encoded,
             "specs": mapped(run.specs, _spec_of),
-            "carried": {
-                name: value
-                for name, value in carried.items()
-                if not sent.issuperset(map(id, leaves_of(value)))
-            },
+            "carried": own,
             "stepped": [leaves_of(output) for output in run.stepped],
             "kept": read_state(self._keepers(run)),
             "random": random_states(self._device, [run.generator]),
@@ -523,16 +518,12 @@ def _request_of(
     takes = inspect.signature(pipeline.__call__).parameters
     name = type(pipeline).__name__
     if "callback_on_step_end" not in takes:
-        raise ConfigError(
-            f"a {name} calls nothing at the end of a step, so requests cannot change ranks "
-            "there: use a pipeline with callback_on_step_end"
-        )
+        what = f"a {name} calls nothing at the end of a step, where requests would change ranks"
+        raise ConfigError(f"{what}: use a pipeline with callback_on_step_end")
     hooks = (hook for model in models for _, _, hook in hooks_of(model, model.modules()))
     for hook in filter(lambda hook: hook._is_stateful, hooks):
-        raise ConfigError(
-            f"the transformer of this {name} has a cache of steps ({type(hook).__name__}), which "
-            "would be filled by other requests: call disable_cache(), or remove that hook"
-        )
+        what = f"the transformer of this {name} has a cache of steps ({type(hook).__name__})"
+        raise ConfigError(f"{what} that requests would share: call disable_cache(), or remove it")
     tables = [table_of(model, None) for model in models]
     return Request(models=models, tables=tables, shape=whole, attention=attention, sparse=sparse)
 
@@ -541,10 +532,8 @@ def _check_numbers(what: str, tensors: list[Tensor]) -> None:
     """Refuse an output of NaN or infinity, which would be written as black."""
     floats = filter(torch.is_floating_point, tensors)
     if not all(tensor.sum(dtype=torch.float64).isfinite() for tensor in floats):
-        raise ConfigError(
-            f"the picture has no number: its {what} are NaN or infinite, as where float16 "
-            "overflows: give --dtype bfloat16 or float32"
-        )
+        fault = f"the picture has no number: its {what} are NaN or infinite"
+        raise ConfigError(f"{fault}, as where float16 overflows: give --dtype bfloat16 or float32")
 
 
 def _spec_of(output: Tensor) -> dict[str, Any]:

@@ -56,10 +56,8 @@ def _values(owner: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]
                 seen.add(id(value))
                 yield from _values(value, [*path, key], seen)
         else:
-            raise ConfigError(
-                f"a {type(owner).__name__} keeps a {type(value).__name__} as {key!r}, which "
-                "cannot travel: leave such requests where they start"
-            )
+            what = f"a {type(owner).__name__} keeps a {type(value).__name__} as {key!r}"
+            raise ConfigError(f"{what}, which cannot travel: leave such requests where they start")
 
 
 def _items(owner: Any) -> Any:

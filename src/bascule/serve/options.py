@@ -83,17 +83,13 @@ class ServeOptions(RankOptions):
         """Return the key that clients must send; ConfigError if it is needed but not given."""
         if self.api_key_file is None:
             if not self.is_local:
-                raise ConfigError(
-                    f"--host {self.host}: others can reach this address: give --api-key-file, a "
-                    "file with a key on one line, or --host 127.0.0.1"
-                )
+                fix = "give --api-key-file, a file with a key on one line, or --host 127.0.0.1"
+                raise ConfigError(f"--host {self.host}: others can reach this address: {fix}")
             return None
         lines = [line.strip() for line in read_lines(self.api_key_file) if line.strip()]
         if len(lines) != 1 or len(lines[0]) < _SHORTEST_KEY or not lines[0].isascii():
-            raise ConfigError(
-                f"--api-key-file {self.api_key_file}: give one line of {_SHORTEST_KEY} ASCII "
-                "characters or more, such as from: openssl rand -hex 32"
-            )
+            needed = f"one line of {_SHORTEST_KEY} ASCII characters or more: openssl rand -hex 32"
+            raise ConfigError(f"--api-key-file {self.api_key_file}: give {needed}")
         return lines[0].encode()
 
     def make_policy(self, degrees: Sequence[int]) -> Policy:

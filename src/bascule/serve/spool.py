@@ -78,28 +78,24 @@ class Spool:
                 (version,) = base.execute("pragma user_version").fetchone()
                 is_new = not base.execute("select 1 from sqlite_master").fetchone()
                 if version != _VERSION and not is_new:
-                    raise ConfigError(
-                        f"--spool {folder}: version {version} of bascule's spools, and this is "
-                        f"{_VERSION}: let the bascule of it finish, or give another folder"
-                    )
+                    what = f"version {version} of bascule's spools, and this is {_VERSION}"
+                    fix = "let the bascule of it finish, or give another folder"
+                    raise ConfigError(f"--spool {folder}: {what}: {fix}")
                 base.executescript(_TABLE)
                 query = "select model from requests where ended_at is null and model != ?"
                 others = base.execute(query, [model]).fetchall()
                 self.waiting()  # an unreadable table is refused here
             except BlockingIOError as error:
-                raise ConfigError(
-                    f"--spool {folder}: another server has it: stop that one, or give another"
-                ) from error
+                what = "another server has it: stop that one, or give another"
+                raise ConfigError(f"--spool {folder}: {what}") from error
             except (OSError, sqlite3.Error, Closing) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise ConfigError(
-                    f"--spool {folder}: cannot be used: {reason}: mend it, or give another folder"
-                ) from error
+                what = f"cannot be used: {reason}: mend it, or give another folder"
+                raise ConfigError(f"--spool {folder}: {what}") from error
             if others:
-                raise ConfigError(
-                    f"--spool {folder}: {len(others)} of its requests wait for {others[0][0]}, and "
-                    f"this is {model}: let that one finish them, or give another folder"
-                )
+                what = f"{len(others)} of its requests wait for {others[0][0]}, and this is {model}"
+                fix = "let that one finish them, or give another folder"
+                raise ConfigError(f"--spool {folder}: {what}: {fix}")
             self._open = stack.pop_all()
 
     def close(self) -> None:

@@ -32,24 +32,16 @@ class Times:
 
     Measurements correct predictions by a ratio: their median at this size and degree, else at the
     nearest degree of the size, else over all sizes. Untried degrees are assumed to pay, so that
-    they get tried: else a wrong prediction would never be corrected.
+    they get tried: else a wrong prediction would never be corrected. Predictions are for the
+    datasheet of an H100, and nodes of LOCAL_WORLD_SIZE ranks, as torchrun says, or of all.
 
     Args:
         pipeline: Gives the sizes of its model.
         degrees: Allowed degrees of blocks.
-        ranks_per_node: Ranks in a node. Default: LOCAL_WORLD_SIZE of torchrun, or all.
-        profile: Speeds of the machine. Default: a datasheet, which measurements correct.
         num_groups: Guidance groups of a block that has as many ranks.
     """
 
-    def __init__(
-        self,
-        pipeline: Any,
-        degrees: Sequence[int],
-        ranks_per_node: int | None = None,
-        profile: HardwareProfile | None = None,
-        num_groups: int = 1,
-    ) -> None:
+    def __init__(self, pipeline: Any, degrees: Sequence[int], num_groups: int = 1) -> None:
         config: Any = getattr(models_of(pipeline)[0], "config", None)
         layers = [getattr(config, f"num_{kind}layers", None) or 0 for kind in ("", "single_")]
         self._model: dict[str, int] = {
@@ -60,9 +52,9 @@ class Times:
         scales = "vae_scale_factor", "vae_scale_factor_spatial", "vae_scale_factor_temporal"
         factors = [getattr(pipeline, name, None) or 0 for name in scales]
         self._side, self._frames = max(16, *factors[:2]), factors[2] or 4  # pixels, frames a token
-        in_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", max(degrees)))
+        in_node = int(os.environ.get("LOCAL_WORLD_SIZE", max(degrees)))
         self._degrees, self._in_node, self._num_groups = degrees, in_node, num_groups
-        self._profile = profile or HardwareProfile.load("h100-datasheet")
+        self._profile = HardwareProfile.load("h100-datasheet")
         self._predicted: dict[RequestSize, dict[int, float]] = {}
         self._measured: dict[RequestSize, dict[int, deque[float]]] = {}
         self._tables: dict[RequestSize, dict[int, float]] = {}

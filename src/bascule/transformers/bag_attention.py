@@ -23,7 +23,7 @@ from bascule.errors import ConfigError
 from bascule.parallel import Step
 from bascule.sdpa import SequenceParallelMode
 from bascule.transformers.delta_rule import delta_layers, split_layers
-from bascule.transformers.separation import Reach, check_separates, reach_of
+from bascule.transformers.separation import Reach, check_separates
 
 NAME = "bascule"
 
@@ -166,7 +166,7 @@ def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
         return _call(model, Alone(lens, like.device), dict.fromkeys(rows, x), ids)
 
     check_separates(model, run, "such a model cannot be called packed: train it on padded batches")
-    return reach_of(model)
+    return Reach.of(model)
 
 
 def attend_in_bags(
@@ -188,16 +188,13 @@ def attend_in_bags(
     has_mask = attention_mask is not None and attention_mask.numel() > 0
     is_row = query.shape[0] == 1 or isinstance(step, OverMesh)
     if not is_row or key.shape[2] != query.shape[2] or has_mask:
-        raise ConfigError(
-            f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, "
-            f"{'with' if has_mask else 'without'} a mask: a step takes one row of all tokens, "
-            "without padding, prefix or cache; use call_packed(model, step, ..)"
-        )
+        what = f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys"
+        mask = "with a mask" if has_mask else "without a mask"
+        needed = "one row of all tokens, without padding, prefix or cache; use call_packed"
+        raise ConfigError(f"{what}, {mask}: a step takes {needed}(model, step, ..)")
     if settings.get("output_router_logits") and _shares_tokens(step):
-        raise ConfigError(
-            "output_router_logits=True where ranks share sequences: the router's loss of some "
-            "tokens is no part of that of all; set it to False, or use bags of one rank"
-        )
+        fix = "set it to False, or use bags of one rank"
+        raise ConfigError(f"output_router_logits=True where ranks share sequences: {fix}")
     is_causal = settings.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -273,10 +270,8 @@ def _scores_of(mask: Tensor | None, settings: dict[str, Any]) -> Scores:
         if is_off or name in _SETTINGS or (name == "sliding_window" and value == size):
             continue
         shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise ConfigError(
-            f"{name}={shown}, which bascule's attention does not know: change the model's "
-            "configuration, or use its own attention"
-        )
+        fix = "change the model's configuration, or use its own attention"
+        raise ConfigError(f"{name}={shown}, which bascule's attention does not know: {fix}")
     cap = settings.get("softcap") or 0.0
     return Scores(chunk=size, cap=cap) if kind == 2 else Scores(window=size, cap=cap)
 
@@ -299,7 +294,5 @@ def _check_mask(module: nn.Module, mask: Tensor | None, causal: bool, device: to
     except IndexError:  # the mask depends on token values
         is_alike = False
     if not is_alike:
-        raise ConfigError(
-            f"{type(module).__name__} has a mask that is not causal, a window or chunks, which "
-            "bascule's attention does not know: use the model's own attention"
-        )
+        what = f"{type(module).__name__} has a mask that is not causal, a window or chunks"
+        raise ConfigError(f"{what}, which bascule's attention does not know: use the model's own")

@@ -20,14 +20,7 @@ from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
 from bascule.transformers.bag_attention import NAME, Alone, OverMesh, register_attention, set_step
 from bascule.transformers.delta_rule import delta_layers, split_delta_layers
-from bascule.transformers.separation import (
-    NOISE,
-    Reach,
-    first_difference,
-    outputs_of,
-    ratio,
-    reach_of,
-)
+from bascule.transformers.separation import NOISE, Reach, first_difference, outputs_of, ratio
 
 _TOKENS = 4  # of each rank in the comparison
 _tried: "WeakKeyDictionary[nn.Module, dict[str, Reach]]" = WeakKeyDictionary()  # by mesh name
@@ -72,10 +65,9 @@ def context_parallel(
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions = kwargs.get("position_ids")
         if positions is None:
-            raise ConfigError(
-                f"{kind} without position_ids would count this rank's tokens from 0: give those of "
-                "the whole sequence, split(torch.arange(S)[None], mesh, layout, 1)"
-            )
+            what = f"{kind} without position_ids would count this rank's tokens from 0"
+            fix = "give those of the whole sequence, split(torch.arange(S)[None], mesh, layout, 1)"
+            raise ConfigError(f"{what}: {fix}")
         ring, ulysses = mesh.degrees
         split_by = layout or SequenceLayout((positions.shape[-1] * ring * ulysses,), ring, ulysses)
         documents = (split_by.seq_len,)
@@ -105,11 +97,9 @@ def _documents(kind: str, positions: Tensor) -> tuple[int, ...]:
     starts = np.flatnonzero(rows[0] == 0)
     lens = np.diff(starts, append=num_tokens)
     if lens.sum() != num_tokens or (rows != ranges(np.zeros_like(lens), lens)).any():
-        raise ConfigError(
-            f"{kind}: position_ids are not those of one sequence from 0 in this layout, nor of "
-            "documents that each begin at 0, the same in all rows: give split(positions, mesh, "
-            "layout, 1) of the whole sequence"
-        )
+        what = f"{kind}: position_ids are not those of one sequence from 0, or of documents from 0"
+        fix = "give split(positions, mesh, layout, 1) of the whole sequence, the same in all rows"
+        raise ConfigError(f"{what}: {fix}")
     return tuple(lens.tolist())
 
 
@@ -143,10 +133,9 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
             return model(input_ids=ids, use_cache=False, **inputs)
         except Exception as error:
             reason = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            raise ConfigError(
-                f"{kind} cannot be split by context_parallel: {module_of(error, model) or kind} "
-                f"raised {reason}{' '.join(str(error).split())[:300]}"
-            ) from error
+            where, text = module_of(error, model) or kind, " ".join(str(error).split())[:300]
+            what = f"{kind} cannot be split by context_parallel"
+            raise ConfigError(f"{what}: {where} raised {reason}{text}") from error
 
     def shard(x: Tensor) -> Tensor | None:
         return split(x, mesh, layout, 1) if x.shape[1] == layout.seq_len else None
@@ -176,8 +165,6 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
     with as_in_use(model), torch.no_grad(), _attending(model):
         call(ids, bascule_step=alone)
     if not (alone.has_attended or delta_layers(model)):
-        raise ConfigError(
-            f"{kind} does not attend through transformers' AttentionInterface, so its windows "
-            "and settings are not known: it cannot be split by context_parallel"
-        )
-    return reach_of(model)
+        what = f"{kind} does not attend through transformers' AttentionInterface"
+        raise ConfigError(f"{what}, so its windows are not known: context_parallel cannot split it")
+    return Reach.of(model)

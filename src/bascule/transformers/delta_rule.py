@@ -99,10 +99,8 @@ class _Heads:
     def scan(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, None]:
         """Map q and k (B, T, K, D), v (B, T, V, D), g and beta (B, T, V) to (B, T, V, D)."""
         if settings["output_final_state"]:
-            raise ConfigError(
-                "a gated delta layer with a cache, where ranks share its heads or a row has "
-                "several sequences: call the model with use_cache=False"
-            )
+            where = "where ranks share its heads or a row has several sequences"
+            raise ConfigError(f"a gated delta layer with a cache, {where}: give use_cache=False")
         gates, is_normed = (settings["g"], settings["beta"]), settings["use_qk_l2norm_in_kernel"]
         row, (num_tokens, num_heads, dk), (num_values, dv) = self.row, k.shape[1:], v.shape[2:]
         sizes = [num_heads * dk, num_heads * dk, num_values * dv]

@@ -29,6 +29,24 @@ class Reach:
     rope: float  # longest sequence before a rope changes for all sequences of a call
     row: float  # longest row before scales that count its tokens change
 
+    @classmethod
+    def of(cls, model: nn.Module) -> "Reach":
+        """Return the reach of a model, by its modules."""
+        ropes, scales = [math.inf], [math.inf]
+        for module in model.modules():
+            kinds: Any = getattr(module, "rope_type", "default")
+            if not set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= _ROPES:
+                config: Any = getattr(module, "config", None)
+                rope: Any = getattr(config, "rope_parameters", {})
+                nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]
+                name = "original_max_position_embeddings"
+                most = getattr(config, "max_position_embeddings", math.inf)  # none in vision towers
+                ropes.append(min(min(x.get(name) or most, most) for x in nested))
+            is_tuned = getattr(module, "attn_temperature_tuning", None)
+            if is_tuned and not getattr(module, "use_rope", False):
+                scales.append(getattr(module, "floor_scale", math.inf) - 1)
+        return cls(min(ropes), min(scales))
+
     @property
     def is_endless(self) -> bool:
         """True if there is no such limit."""
@@ -41,28 +59,8 @@ class Reach:
         limits = (self.rope, longest, rope), (self.row, max(longest, row), scale)
         for limit, length, reason in limits:
             if length > limit:
-                raise ConfigError(
-                    f"{name} {reason.format(int(limit))}, and has {length} here: sequences would "
-                    "not be computed as alone; give shorter ones"
-                )
-
-
-def reach_of(model: nn.Module) -> Reach:
-    """Return the reach of a model, by its modules."""
-    ropes, scales = [math.inf], [math.inf]
-    for module in model.modules():
-        kinds: Any = getattr(module, "rope_type", "default")
-        if not set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= _ROPES:
-            config: Any = getattr(module, "config", None)
-            rope: Any = getattr(config, "rope_parameters", {})
-            nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]
-            name = "original_max_position_embeddings"
-            most = getattr(config, "max_position_embeddings", math.inf)  # none in vision towers
-            ropes.append(min(min(x.get(name) or most, most) for x in nested))
-        is_tuned = getattr(module, "attn_temperature_tuning", None)
-        if is_tuned and not getattr(module, "use_rope", False):
-            scales.append(getattr(module, "floor_scale", math.inf) - 1)
-    return Reach(min(ropes), min(scales))
+                fault = f"{name} {reason.format(int(limit))}, and has {length} here"
+                raise ConfigError(f"{fault}: sequences would not be as alone; give shorter ones")
 
 
 def check_separates(model: nn.Module, run: Run, advice: str) -> None:
@@ -87,10 +85,9 @@ def check_separates(model: nn.Module, run: Run, advice: str) -> None:
                 raise
             except Exception as error:
                 where, reason = module_of(error, inner), " ".join(str(error).split())
-                raise ConfigError(
-                    f"{kind} cannot take several sequences in a row: {where or kind} raised "
-                    f"{type(error).__name__}: {reason[:200]}; {advice}"
-                ) from error
+                text = f"{where or kind} raised {type(error).__name__}: {reason[:200]}; {advice}"
+                what = f"{kind} cannot take several sequences in a row"
+                raise ConfigError(f"{what}: {text}") from error
             return _rows(out)[0, -len(b) :]
 
         behind_a, behind_c = last([a, b]), last([c, b])

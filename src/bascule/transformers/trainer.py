@@ -14,14 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import seed_worker
 
@@ -36,7 +30,7 @@ from bascule.errors import ConfigError
 from bascule.machine.costs import Cost
 from bascule.plan.plan import Sync
 from bascule.transformers.delta_rule import delta_layers, split_delta_layers
-from bascule.transformers.separation import check_separates, reach_of
+from bascule.transformers.separation import Reach, check_separates
 
 Inputs = dict[str, Any]
 
@@ -53,22 +47,18 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
     """
     for name in VISUAL_FIELDS:
         if model is None and packed.get(name) is not None:
-            raise ConfigError(
-                f"a pack with {name}: the positions of images depend on the model; give the "
-                "model, or override packed_inputs of the Trainer to give them as position_ids"
-            )
+            fix = "give the model, or override packed_inputs of the Trainer to give position_ids"
+            raise ConfigError(f"a pack with {name}, whose positions depend on the model: {fix}")
     mask = packed.get("attention_mask")
     if mask is not None and not mask[: int(packed["cu_items"]["attention_mask"][-1])].all():
-        raise ConfigError(
-            "attention_mask hides tokens of a sample in a pack: a pack has no padding inside; "
-            "give samples without it"
-        )
+        what = "attention_mask hides tokens of a sample in a pack, which has no padding inside"
+        raise ConfigError(f"{what}: give samples without it")
     inputs = {
         name: value[None] if name in pack.token_fields and isinstance(value, Tensor) else value
         for name, value in packed.items()
         if name not in MADE and name != "attention_mask"
     }
-    if model is not None and not (reach := reach_of(model)).is_endless:
+    if model is not None and not (reach := Reach.of(model)).is_endless:
         bounds, num = packed["cu_seqlens"].tolist(), int(packed["num_samples"])
         if len(bounds) > 2:  # several segments; padding is one, and its positions count for ropes
             longest = max(end - start for start, end in pairwise(bounds))
@@ -115,10 +105,8 @@ def _positions_of(sample: Mapping[str, Any], rope_index: Any) -> Tensor:
     if not any(sample.get(name) is not None and len(sample[name]) for name in _GRIDS):
         return torch.arange(len(ids), device=ids.device).expand(3, 1, -1)
     if types is None:
-        raise ConfigError(
-            "a sample with images or videos has no mm_token_type_ids, by which its model counts "
-            "positions: keep all that the model's processor returns"
-        )
+        what = "a sample with images or videos has no mm_token_type_ids, which tell its positions"
+        raise ConfigError(f"{what}: keep all that the model's processor returns")
     names = (*_GRIDS, "second_per_grid_ts")
     grids = {name: sample[name] for name in names if sample.get(name) is not None}
     return rope_index(ids[None], mm_token_type_ids=types[None], **grids)[0]
@@ -169,17 +157,13 @@ class BalanceConfig:
             options=(of_type, LoaderOptions, "LoaderOptions(..)"),
         )
         if self.cost is None and not self.learns:
-            raise ConfigError(
-                "BalanceConfig(cost=None): give a cost, as TransformerCost(d_model, "
-                "num_layers=..), or learns=True"
-            )
+            fix = "give a cost, as TransformerCost(d_model, num_layers=..), or learns=True"
+            raise ConfigError(f"BalanceConfig(cost=None): {fix}")
         if not isinstance(self.pack, Pack | None):
             object.__setattr__(self, "pack", Pack(tokens=self.pack))
         if self.options.ends == "finish" and self.pack is None:
-            raise ConfigError(
-                "LoaderOptions(ends='finish') in a BalanceConfig without a pack: a process without "
-                "samples must run the model on padding alone; give a pack, or ends='pad_empty'"
-            )
+            what = "LoaderOptions(ends='finish') in a BalanceConfig without a pack"
+            raise ConfigError(f"{what}, which padding needs: give a pack, or ends='pad_empty'")
         for name, advice in _DECIDED.items():
             value = getattr(self.options, name)
             if value != getattr(DEFAULT_OPTIONS, name):
@@ -234,10 +218,9 @@ class BalancedTrainerMixin(_Base):
         draws = host.get_train_dataloader.__func__ is not Trainer.get_train_dataloader
         is_known = args.train_sampling_strategy in ("random", "sequential")
         if draws or (is_known and not isinstance(host._get_train_sampler(), plain)):
-            raise ConfigError(
-                f"{type(self).__name__} chooses its training samples in a way of its own, which "
-                "balancing would replace: use BalancedLoader in a training loop"
-            )
+            what = f"{type(self).__name__} chooses its training samples in a way of its own"
+            fix = "use BalancedLoader in a training loop"
+            raise ConfigError(f"{what}, which balancing would replace: {fix}")
         names = None
         if args.remove_unused_columns:
             self._set_signature_columns_if_needed()
@@ -305,11 +288,9 @@ class BalancedTrainerMixin(_Base):
             loss = super().training_step(model, inputs, num_items_in_batch)
             is_mean = num_items_in_batch is None or self.loss_is_scaled_for_ga is False
             if self._aside is not None and is_mean and not self._scale_was_used:
-                raise ConfigError(
-                    f"{type(self).__name__}.compute_loss gives the mean of a microbatch, whose "
-                    "samples balancing chose: multiply it by self.loss_scale, or call "
-                    "super().compute_loss"
-                )
+                what = f"{type(self).__name__}.compute_loss gives the mean of a microbatch"
+                fix = "multiply it by self.loss_scale, or call super().compute_loss"
+                raise ConfigError(f"{what}, whose samples balancing chose: {fix}")
         finally:
             self._aside = None
         return loss
@@ -337,32 +318,22 @@ def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
     """Return the Trainer's dataset; refuse arguments that conflict with balancing."""
     args, dataset = trainer.args, trainer.train_dataset
     if dataset is None or isinstance(dataset, IterableDataset) or not len(dataset):  # pyright: ignore[reportArgumentType]
-        raise ConfigError(
-            "balancing needs a train_dataset with a length and at least one sample: for streams, "
-            "use BalancedLoader in a training loop"
-        )
+        what = "balancing needs a train_dataset with a length and at least one sample"
+        raise ConfigError(f"{what}: for streams, use BalancedLoader in a training loop")
     if args.train_sampling_strategy not in ("random", "sequential"):
-        raise ConfigError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples by length, "
-            'and so does balancing: use "random" or "sequential"'
-        )
+        what = f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples by length"
+        raise ConfigError(f'{what}, and so does balancing: use "random" or "sequential"')
     shares_layers = trainer.get_tp_size() > 1 and data_axis_of(trainer) is None
     if shares_layers or trainer.get_cp_size() * trainer.get_sp_size() > 1 or args.n_gpu > 1:
-        raise ConfigError(
-            "balancing needs processes with one device and one data axis: for other parallelism "
-            "use BalancedLoader with LoaderOptions(axis=...) in a training loop; instead of "
-            "DataParallel, start with torchrun"
-        )
+        what = "balancing needs processes with one device and one data axis"
+        fix = "else use BalancedLoader with LoaderOptions(axis=..), or torchrun, not DataParallel"
+        raise ConfigError(f"{what}: {fix}")
     if counts_labels(trainer) and not args.average_tokens_across_devices:
-        raise ConfigError(
-            "average_tokens_across_devices=False divides the loss by the labels of one process, "
-            "whose samples balancing chose: set it to True"
-        )
+        what = "average_tokens_across_devices=False divides the loss by the labels of one process"
+        raise ConfigError(f"{what}, whose samples balancing chose: set it to True")
     if balance.fills_packs and args.max_steps <= 0:
-        raise ConfigError(
-            f"max_steps={args.max_steps} with BalanceConfig(pack=..): the number of packs in an "
-            "epoch is known only at its end, and the learning rate depends on it; set max_steps"
-        )
+        what = f"max_steps={args.max_steps} with BalanceConfig(pack=..)"
+        raise ConfigError(f"{what}: an epoch has no known number of packs; set max_steps")
     return dataset
 
 
@@ -387,10 +358,8 @@ def sync_of(trainer: Trainer, balance: BalanceConfig) -> Sync:
     sync = balance.sync or ("microbatch" if is_sharded else "step")
     accumulate = trainer.args.gradient_accumulation_steps
     if balance.learns and sync != "step" and accumulate > 1:
-        raise ConfigError(
-            "BalanceConfig(learns=True) with processes that wait for each other in each of "
-            f"{accumulate} microbatches: only steps can be timed; give a cost, or sync='step'"
-        )
+        what = f"BalanceConfig(learns=True) with waits in each of {accumulate} microbatches"
+        raise ConfigError(f"{what}: only steps can be timed; give a cost, or sync='step'")
     return sync
 
 
@@ -400,10 +369,8 @@ def options_of(trainer: Trainer, balance: BalanceConfig) -> LoaderOptions:
     if ends == "drop_last":  # the default
         ends = "drop_last" if args.dataloader_drop_last else "pad_empty"
     elif args.dataloader_drop_last:
-        raise ConfigError(
-            f"LoaderOptions(ends={ends!r}) with dataloader_drop_last=True, which drops the end of "
-            "an epoch: leave out one of them"
-        )
+        what = f"LoaderOptions(ends={ends!r}) with dataloader_drop_last=True, which drops the end"
+        raise ConfigError(f"{what}: leave out one of them")
     return replace(
         balance.options,
         ends=ends,
@@ -547,10 +514,8 @@ class TrainLoader:
         self._step.append(batch)
         if self.pack is not None:
             if self.balanced.rules.ends == "finish" and "labels" not in data:
-                raise ConfigError(
-                    "LoaderOptions(ends='finish') with packs without labels: the padding of a "
-                    "process without samples has labels; give labels, or ends='pad_empty'"
-                )
+                what = "LoaderOptions(ends='finish') with packs without labels"
+                raise ConfigError(f"{what}: give labels, or ends='pad_empty'")
             if not data["positions"].shape[0]:
                 # Models need tokens: two, of which a causal model predicts the second.
                 tokens, is_padding = torch.full((2,), self.pack.pad_id), True
@@ -597,42 +562,32 @@ class LoaderProgress(TrainerCallback, ExportableState):
                 attributes["costs"] = loader.tracker.state_dict()
         return {"args": {}, "attributes": attributes}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Resume at the checkpoint, if there is one; refuse one that does not fit."""
         loader = kwargs["train_dataloader"]
-        states = cast(dict[str, Any], state.stateful_callbacks)
+        states: dict[str, Any] = state.stateful_callbacks
         saved = states.setdefault(type(self).__name__, {"args": {}, "attributes": {}})["attributes"]
         if isinstance(loader, TrainLoader):
             self._loader = loader
             _resume(loader, saved, state.global_step)
         elif saved:
-            raise ConfigError(
-                "the checkpoint was written by several processes with balancing, and this is "
-                "one alone: keep the number of processes"
-            )
+            what = "the checkpoint was written by several processes with balancing, and this is one"
+            raise ConfigError(f"{what}: keep the number of processes")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the epoch of the loader: the Trainer counts neither resumed epochs nor packs."""
         if self._loader is not None:
             self._loader.count()
             state.epoch = self._loader.num_epochs
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Exclude saving, evaluation and the start of an epoch from the time of a step."""
         if self._loader is not None:
             self._loader.gain.pause()
 
     on_evaluate = on_epoch_begin = on_save
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the thread of an unfinished epoch."""
         if self._loader is not None:
             self._loader.balanced.close()
@@ -644,20 +599,16 @@ def _resume(loader: TrainLoader, saved: dict[str, Any], num_trained: int) -> Non
     if not saved:
         num_steps = (num_microbatches or 0) // loader.balanced.rules.accumulate
         if num_trained % num_steps if num_steps else num_trained:
-            raise ConfigError(
-                f"the checkpoint of step {num_trained} was written in the middle of an "
-                "epoch without balancing: resume it without, or from the end of an epoch"
-            )
+            what = f"the checkpoint of step {num_trained} lies within an epoch without balancing"
+            raise ConfigError(f"{what}: resume it without, or from the end of an epoch")
         return
     if saved["num_microbatches"] != num_microbatches:
         before, now = (
             "packs of unknown number" if number is None else f"{number} microbatches an epoch"
             for number in (saved["num_microbatches"], num_microbatches)
         )
-        raise ConfigError(
-            f"the checkpoint was written with {before}, now there are {now}: the Trainer counts "
-            "epochs by steps, so keep processes, batch size, accumulation, dataset and packs"
-        )
+        fix = "keep processes, batch size, accumulation, dataset and packs"
+        raise ConfigError(f"the checkpoint was written with {before}, now there are {now}: {fix}")
     loader.resume(saved["progress"])
     if loader.tracker is not None and "costs" in saved:
         loader.tracker.load_state_dict(saved["costs"])
