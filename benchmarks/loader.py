@@ -214,6 +214,6 @@ def _make_loaded(num_ranks: int, seed: int) -> Offer:
 def _make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
     """What rank 0 decides with; no processes are behind its group, which decisions do not use."""
     group = RankGroup(lambda: None, 0, tuple(range(num_ranks)), (), "benchmark")
-    rules = Rules(1, "microbatch", "drop_last", 0.02, None)
+    rules = Rules(1, "microbatch", "drop_last", 0.02)
     ranks = DataRanks(group, np.arange(num_ranks), group)
     return Redistributor(ranks, rules, Terms("g1n1", cost), 1e-9)

@@ -37,7 +37,7 @@ def loader(**change: Any) -> Callable[[], object]:
 
 def deals(*rows: list[int]) -> Callable[[], object]:
     """Of ranks that load: a rank's share, the shares, and (num_samples, shuffle, seed)."""
-    rules = Rules(1, "microbatch", "finish", 0.0, None)
+    rules = Rules(1, "microbatch", "finish", 0.0)
     return lambda: _Sources.of(np.array([[0, 9, *row] for row in rows]), rules)
 
 
