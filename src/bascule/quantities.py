@@ -15,7 +15,7 @@ _TIMES = (
     *((60.0, "min"), (3600.0, "h"), (86400.0, "days")),
 )
 _FEWEST = {60.0: 2.0, 3600.0: 2.0, 86400.0: 2.0}  # 90 seconds are not 1.5 minutes
-_SMALLEST, _LARGEST = 1e-6, 1e15  # other numbers are written with a power of ten
+_SMALLEST, _LARGEST = 1e-4, 1e15  # other numbers are written with a power of ten
 _EXPONENTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NO_NUMBER = "not known"
 _SYMBOLS = {"USD": "$", "EUR": "€", "GBP": "£"}
@@ -50,7 +50,7 @@ class Scale:
 
     def __call__(self, value: float | None) -> str:
         """Write a value in this unit, without the unit's name."""
-        return number(None if value is None else value / self.factor)
+        return number(value if value is None or self.factor == 1.0 else value / self.factor)
 
 
 def number(value: float | None) -> str:
@@ -122,7 +122,7 @@ def money(value: float | None, currency: str = "USD") -> str:
     if value is None or not math.isfinite(value):
         return number(value)
     text = f"{abs(value):,.{0 if abs(value) >= 100 else 2}f}"
-    sign, symbol = "-" if value < 0 else "", _SYMBOLS.get(currency)
+    sign, symbol = "-" if value < 0 and text != "0.00" else "", _SYMBOLS.get(currency)
     return f"{sign}{text} {currency}" if symbol is None else f"{sign}{symbol}{text}"
 
 

@@ -137,9 +137,9 @@ def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("on_time", "mean_s", "best", "said"),
     [
-        ((0.9, 0.86), 10, "sjf", "--policy sjf would be better (on time 88.0 instead of 80.0 %)"),
-        ((0.9, 0.86), 30, "sjf", "but worse in other ways (mean 30.0 instead of 10.0 s)"),
-        ((0.8, 0.8), 9, "sjf", "(mean 9.00 instead of 10.0 s), and in nothing clearly worse."),
+        ((0.9, 0.86), 10, "sjf", "--policy sjf: on time 88.0 instead of 80.0 %"),
+        ((0.9, 0.86), 30, "sjf", "but mean 30.0 instead of 10.0 s"),
+        ((0.8, 0.8), 9, "sjf", "sjf: mean 9.00 instead of 10.0 s."),
         (
             (0.808, 0.808),
             10,

@@ -165,9 +165,9 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
     gpus = ", ".join(f"{number(own[f'degree of {kind}'])} for {kind}" for kind in kinds)
     unit = Scale.of([row.figures["mean_s"] for row in rows], "s")
     better, worse = (", ".join(words.values()) for words in _against(ours, best))
-    but = f"but worse in other ways ({worse})" if worse else "and in nothing clearly worse"
-    gain = f"bascule serve --policy {best.policy} would be better ({better})"
-    advice = f"For this load, {gain}, {but}."
+    advice = f"Better for this load is bascule serve --policy {best.policy}: {better}."
+    if worse:
+        advice = f"With bascule serve --policy {best.policy}: {better}, but {worse}."
 
     def table(title: str, *names: str) -> Rows:
         with_any = [row for row in rows if row.figures.keys() & set(names)]
@@ -184,7 +184,7 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
         )
 
     facts = (
-        Fact("best", "best policy", best.policy),
+        Fact("best", "most on time, then the lowest mean", best.policy),
         Fact(axis, f"at {axis}", load, "{:g}"),
         Fact("on_time", f"on time with {SERVED}", own["on_time"], percent),
         Fact("on_time_bound", "upper bound for any policy", bound["on_time"], percent),
