@@ -1,4 +1,4 @@
-"""Check arguments where they enter: return the value in its right type, or raise a ConfigError.
+"""Check arguments of users: return the value in its right type, or raise a ConfigError.
 
 A check is called as `check(name, value, *details)`; messages show the name: "tokens", "--tokens".
 """
@@ -165,7 +165,7 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
 def check_lengths(
     seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
 ) -> tuple[Ints, Ints]:
-    """Check one list of lengths a source rank; return (num_ranks,) counts, (num_seqs,) lengths."""
+    """Check a list of lengths per source rank; return (num_ranks,) counts, (num_seqs,) lengths."""
     if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
         raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
     if num_ranks is not None and len(seq_lens) != num_ranks:
@@ -216,12 +216,12 @@ def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Return whether a value is an `int` and no `bool`."""
+    """Return whether a value is an `int`, but not a `bool`."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: on one line, and short."""
+    """Return the text of a value for a message: one short line."""
     plain = cast(Any, value).item() if isinstance(value, np.generic) else value
     text = " ".join(repr(plain).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 20]}..{text[-15:]}"

@@ -225,7 +225,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
             call(q, cached, cached, among={"layout": layout, "replicated": [6]}),
             "declared as replicated=6, and rank 1 has others than rank 0",
         ),
-        (refused(nothing), "nothing within called F.scaled_dot_product_attention"),
+        (refused(nothing), "no layer called F.scaled_dot_product_attention"),
         (refused(hidden), "cannot be split over ranks"),
     ]
     for text, words in said:

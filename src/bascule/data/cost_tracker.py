@@ -45,8 +45,8 @@ class CostTracker:
 
     After a warm-up, all ranks gather their times in one small collective, fit a `PolynomialCost`,
     and set it in the loader. From then on they compare predictions with times, a window at a time,
-    and fit anew where they drift. Every rank constructs it, with the same settings, and iterates
-    alike.
+    and fit again if these drift apart. Every rank constructs it with the same settings, and takes
+    the same number of batches.
 
     On a CPU, the CPU time of the training thread counts, without waits. On a GPU, events measure
     the time between two batches, with the wait for the slowest rank, as the fit expects.
@@ -57,12 +57,12 @@ class CostTracker:
             steps.
         discard: First measurements that are left out: they compile and allocate.
         window: Measurements between two looks at the drift.
-        max_drift: Median relative error of the prediction above which a window is fitted.
+        max_drift: If a window's median relative error is above this, the model is fitted again.
         device: Device of the compute. Default: a GPU if there is one.
         timeout_s: Longest wait for the times of other ranks.
 
     Raises:
-        CommError: The ranks have unlike settings.
+        CommError: The settings differ between ranks.
 
     Example:
         >>> for batch in CostTracker(loader):  # doctest: +SKIP

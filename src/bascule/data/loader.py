@@ -1,4 +1,4 @@
-"""A data loader that gives every rank the same work: samples change ranks behind the compute."""
+"""A data loader that gives every rank the same work: samples move while the model computes."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ class Progress:
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
         """Return the progress as plain values; the samples' `ResumableSampler`s have this `deal`.
 
-        It has the states of all loaders, and how many samples of each were delivered since.
+        It has each loader's state, and how many of the loader's samples were delivered since.
         """
         pairs = zip(self.counts or (0,) * len(self.saved), self.saved, strict=False)
         saved = [(state_of(state), num - first) for num, (first, state) in pairs]
@@ -159,10 +159,10 @@ class LoaderOptions:
         weight_fn: Whole-number weight of a sample in the global mean, for `loss_scale`, such as its
             labels. Default: 1.
         limits: Hard limits of a microbatch on a rank.
-        ends: "drop_last" ends the epoch where the first rank cannot fill a step; "pad_empty" and
-            "finish" where all have run out. An empty microbatch stays so with "finish"; else it
-            holds a copy of the step's shortest sample, if there is one, with a loss_scale of 0.
-        min_gain: Least share of the predicted step for which samples move.
+        ends: "drop_last" ends the epoch when a rank cannot fill a step; "pad_empty" and "finish"
+            when all ranks have run out. "finish" leaves a microbatch empty; the others fill it with
+            a copy of the step's shortest sample, if there is one, and a loss_scale of 0.
+        min_gain: Samples move only if that saves at least this share of the predicted step.
         bytes_per_s: Bandwidth of a rank, weighed against costs in seconds. None: measured once.
         prefetch: Steps made ahead.
         collate_fn: Makes a microbatch of samples; an empty one has None as data. Default: the
@@ -339,17 +339,17 @@ class BalancedLoader:
     """Loader that balances the samples of any loader over data-parallel ranks, some steps ahead.
 
     A thread gathers what all ranks loaded, plans, moves samples in one all-to-all of bytes, and
-    collates. Each sample is delivered once. Its rank depends on samples, cost model and step alone.
+    collates. Each sample is delivered once; its rank depends on samples, cost model and step alone.
 
-    Every rank constructs it with the same settings, and iterates alike. Loaders are made, and
-    iterations begun, in one thread, in the same order. The loader's thread ends with the iteration,
-    `close`, `with`, or the interpreter.
+    Every rank constructs it with the same settings, and iterates alike. All ranks make loaders and
+    begin iterations in the same order, in one thread each. The loader's thread ends with the
+    iteration, `close`, `with`, or the interpreter.
 
-    When a rank leaves an iteration, the others notice within about a second. They may go on to
-    where it left, and then raise a CommError that names it; at once, and with its error, if an
-    error left a `with` of the loader. An iteration counts as left when nothing refers to it any
-    more; within a `with`, at its end. One that a variable or a traceback keeps counts as paused
-    until `close`.
+    When a rank leaves an iteration, the others notice within about a second. They may go on to the
+    step where it left, and then raise a CommError that names it. If an error leaves a `with` of the
+    loader, they raise at once, with that error. An iteration counts as left when nothing refers to
+    it any more, or at the end of its `with`. While a variable or a traceback refers to it, it
+    counts as paused until `close`.
 
     Args:
         loader: This rank's samples: a DataLoader (its collate_fn is called after samples moved),
@@ -525,7 +525,7 @@ class BalancedLoader:
 
     @shared("set_epoch")
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next iteration, on all ranks; a loaded state of it stays."""
+        """Begin this epoch with the next iteration, on all ranks; its loaded state is kept."""
         epoch = whole("epoch", epoch)
         if epoch != self._first.epoch:
             self._first = Progress(epoch=epoch)
@@ -554,7 +554,7 @@ class BalancedLoader:
 
     @shared("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a state; on another number of ranks, with a `ResumableSampler`."""
+        """Resume after a state; another number of ranks needs a `ResumableSampler`."""
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: call loader.close() first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)

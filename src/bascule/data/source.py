@@ -263,7 +263,7 @@ class Reading:
         self._items = iter(())
 
     def saved(self) -> Saved:
-        """Return the loader's state before the next sample, or one from before earlier samples."""
+        """Return the loader's state before the next sample, or before an earlier sample."""
         first, state = self._newest
         try:
             return first, words_of(state)

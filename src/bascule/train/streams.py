@@ -200,7 +200,7 @@ class _Waves:
 class SyntheticStream(_Waves):
     """Learnable samples with the lengths of data codes.
 
-    A larger world than the mix's holds replicas, with other samples.
+    If there are more ranks than in the mix, the others are replicas with other samples.
     """
 
     def __init__(
