@@ -205,7 +205,7 @@ class SequenceParallel:
             if topology != "auto":
                 self.topology = Topology.parse(topology, world_size=len(ranks))
             elif cluster is None:
-                raise ConfigError('topology "auto" needs a cluster, for speeds of wires: give one')
+                raise ConfigError('topology "auto" needs a cluster, for speeds of links: give one')
             if cluster is not None:
                 cluster.check_world(len(ranks))
             settings = self._terms_now()[1]

@@ -122,8 +122,8 @@ def _refuse(name: str, value: object) -> None:
     is_object = isinstance(value, Tensor | nn.Module)
     if is_object or value:
         shown = type(value).__name__ if is_object else repr(value)
-        what = f"{name} ({shown}) is not offered in the place of another package's attention"
-        raise ConfigError(f"{what}: leave it out, or keep that package's for this call")
+        what = f"{name} ({shown}) is not supported in place of another package's attention"
+        raise ConfigError(f"{what}: leave it out, or call that package's attention here")
 
 
 def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> AttentionMesh:
@@ -140,7 +140,7 @@ def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> Att
         groups = (resolve(mesh), None) if is_ring else (None, resolve(mesh))
     if groups == (None, None):
         fix = "initialize_model_parallel of xDiT, or set_seq_parallel_pg of yunchang"
-        raise ConfigError(f"USP has no process groups yet: call {fix}, before, or give mesh=..")
+        raise ConfigError(f"USP has no process groups yet: first call {fix}; or give mesh=..")
     rows, columns = (dist.get_process_group_ranks(x) if x else [dist.get_rank()] for x in groups)
     ranks = tuple(row + column - dist.get_rank() for row in rows for column in columns)
 
@@ -164,7 +164,7 @@ def _layout(
     is_zigzag, is_dealt = (kind == name and ring > 1 for name in ("zigzag", "stripe"))
     if ulysses > 1 and sparse is None and (is_zigzag or is_dealt):
         what = f"yunchang's {kind} ring on {ring} x {ulysses} ranks (ring x Ulysses)"
-        raise ConfigError(f"{what} has an order of its own: cut tokens by a layout, and give it")
+        raise ConfigError(f"{what} has an order of its own: shard tokens by a layout, and give it")
     if sparse is not None:
         return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, stripe=sparse.dealt)
     kind = {"zigzag": is_zigzag, "stripe": int(is_dealt), "fixed_turns": is_dealt}

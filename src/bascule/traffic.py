@@ -19,7 +19,7 @@ class HeadShares:
         """Split the key-value heads of a layer over ranks; each rank must get one."""
         if num_kv_heads < size:
             wrong = f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads"
-            raise ConfigError(f"{wrong}, one a rank: use bags of at most {num_kv_heads} ranks")
+            raise ConfigError(f"{wrong}, one per rank: use bags of at most {num_kv_heads} ranks")
         return cls(num_kv_heads // size, num_kv_heads % size, size)
 
     @property

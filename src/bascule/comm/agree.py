@@ -124,7 +124,7 @@ def first_use(
     if error is not None and (group is None or group.calls.has_agreed(what)):
         raise error
     if group is not None:
-        agree(group.control or group, {f"the form of {what}": text}, error, what=what, step=step)
+        agree(group.control or group, {f"the call of {what}": text}, error, what=what, step=step)
         group.calls.agree(what)
         group.calls.agree((what, signature))
 

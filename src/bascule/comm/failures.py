@@ -313,7 +313,7 @@ class Watch:
             result = answer.result(0.1 if self._is_silent else ANSWER_S)
         except TimeoutError:
             self._is_silent = True
-            raise RuntimeError(f"the store of the job is silent for {seconds(ANSWER_S)}") from None
+            raise RuntimeError(f"the job's store did not answer in {seconds(ANSWER_S)}") from None
         self._is_silent = False
         return result
 
@@ -354,7 +354,7 @@ class Watch:
         if failed is None or max(self._suspects.values(), default=0) < 3:
             return
         self.reason = failed
-        logger.error("ended what waits in vain: %s", failed.text)
+        logger.error("ended waits that no other rank will meet: %s", failed.text)
         self.end_all(failed.text)
 
     def _end_unlike(self) -> None:
@@ -389,7 +389,7 @@ class Watch:
                     "by each rank's own tokens: let all ranks decide alike, or turn the cache off",
                     None,
                 )
-                logger.error("ended what waits in vain: %s", self.reason.text)
+                logger.error("ended waits that no other rank will meet: %s", self.reason.text)
                 self.end_all(self.reason.text)
                 return
 

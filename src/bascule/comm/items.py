@@ -167,7 +167,7 @@ class _Writer:
         if isinstance(value, dict):
             for key in value:
                 if type(key) is not str:
-                    raise ConfigError(f"{path} has the key {key!r}: keys of samples are strings")
+                    raise ConfigError(f"{path} has the key {key!r}: give keys that are strings")
             items = value.items()
             parts = {k: self.describe(v, f"{path}[{k!r}]", depth + 1) for k, v in items}
             return [_LETTERS[kind], parts]

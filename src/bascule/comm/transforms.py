@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 from bascule.errors import ConfigError
 
 NO_SECOND = (
-    "attention, sums and samples over ranks have no second derivative: compute what is derived "
-    "twice in one process, or without create_graph"
+    "attention, sums and samples over ranks have no second derivative: leave out create_graph, or "
+    "compute what needs one in one process"
 )
 _REFUSED = {
     TransformType.Vmap: "under torch.vmap: give the batch as a dim of the tensors",

@@ -34,7 +34,7 @@ class Gain:
         self._last = None
 
     def metrics(self) -> dict[str, float]:
-        """Return imbalance (max/mean), predicted gain, and from step 20 on fitted gain and error."""
+        """Return imbalance (max/mean), predicted gain; from step 20 on, fitted gain and error."""
         before, after, mean = self._work.tolist()
         if min(before, after, mean) <= 0.0:
             return {}

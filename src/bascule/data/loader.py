@@ -486,7 +486,7 @@ class BalancedLoader:
     def __len__(self) -> int:
         """Return the number of microbatches of an epoch; TypeError if a rank does not know it."""
         if self._sources.num_microbatches is None:
-            raise TypeError("the number of microbatches is known only when they were loaded")
+            raise TypeError("a rank does not know its number of microbatches: iterate to the end")
         return self._sources.num_microbatches
 
     def __enter__(self) -> "BalancedLoader":

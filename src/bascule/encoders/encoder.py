@@ -212,8 +212,8 @@ class BalancedEncoder:
     ) -> Features:
         """Encode items; their backward pass runs before the backward pass of the token `after`.
 
-        All ranks raise if a rank has an `error`, or ranks differ in `call` or, with shared items, in
-        `inputs` (default: the items). A call of the module has at most `at_once` items.
+        All ranks raise if a rank has an `error`, or ranks differ in `call` or, with shared items,
+        in `inputs` (default: the items). A call of the module has at most `at_once` items.
         """
         self._step += 1
         offer, settings, local = self._agree(items, error, call, inputs or items, at_once)
@@ -471,7 +471,7 @@ class Installed:
         """Return the output that the model gets when it calls its encoder."""
         if not self._left:
             raise ConfigError(
-                f"the model calls its encoder more often than its arguments {self._kinds} ask for: "
+                f"the model calls its encoder more often than for its arguments {self._kinds}: "
                 "name the arguments that hold items in EncoderTable(sources=..)"
             )
         self._left.pop(0)

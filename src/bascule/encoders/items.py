@@ -124,12 +124,12 @@ def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item)
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"the encoder does not take these arguments: {error}") from None
+        raise ConfigError(f"the encoder does not accept these arguments: {error}") from None
     named: Item = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            raise ConfigError("the encoder takes *args: give its arguments names")
+            raise ConfigError("the encoder has *args: give all of its arguments by name")
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return {name: value for name, value in named.items() if value is not None}
 

@@ -204,7 +204,7 @@ class PhotoStream:
             return self._cache[photo.path]
         pixels, grid = _decode(photo.path, self._options)
         if grid != photo.grid:
-            raise ConfigError(f"{photo.path} has changed its size since the run began")
+            raise ConfigError(f"{photo.path} has changed its size: start the run again")
         return pixels
 
 

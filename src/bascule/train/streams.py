@@ -219,7 +219,7 @@ class SyntheticStream(_Waves):
         whole("rank", rank, 0, world_size - 1)
         if any(code.batch_size >= _MAX_SAMPLES for code in self.codes) or world_size > _MAX_RANKS:
             raise ConfigError(
-                f"at most {_MAX_RANKS} ranks of less than {_MAX_SAMPLES} samples can be numbered"
+                f"{world_size} ranks: use at most {_MAX_RANKS}, of less than {_MAX_SAMPLES} samples"
             )
         super().__init__(rank, seed, channels, text_dim, vec_dim)
 
