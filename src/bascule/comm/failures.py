@@ -260,7 +260,7 @@ class Watch:
         return [calls for parts in list(self.groups.values()) for calls in list(parts.values())]
 
     def fail(self, text: str, thread: int | None, *, is_input: bool = False) -> Failure:
-        """Leave the note of a thread, or of all; without text it is only a sign of life."""
+        """Leave a note on a thread, or on all threads; without text it is only a sign of life."""
         counts = self._begun(thread)
         failed = Failure(self._rank, text, is_input, counts, counts)
         self._failed, self.failed_in = failed, thread
@@ -278,7 +278,7 @@ class Watch:
         self.ask(lambda store: store.delete_key(f"bascule/failed/{self._rank}"))
 
     def broken_off(self, where: str, ranks: Sequence[int]) -> Failure:
-        """End all calls of this rank after one was broken off; return why, or who is missing."""
+        """End all calls of this rank after a call broke off; return why, or the missing ranks."""
         if self.reason is not None:
             return self.reason
         self.end_all(f"{where} was broken off")

@@ -55,8 +55,8 @@ class CostTracker:
         loader: The loader.
         warmup: Measurements before the first fit; of microbatches with sync "microbatch", else of
             steps.
-        discard: First measurements that are left out: they compile and allocate.
-        window: Measurements between two looks at the drift.
+        discard: Number of first measurements to leave out: these steps compile and allocate.
+        window: Measurements between two checks of the drift.
         max_drift: If a window's median relative error is above this, the model is fitted again.
         device: Device of the compute. Default: a GPU if there is one.
         timeout_s: Longest wait for the times of other ranks.
@@ -127,7 +127,7 @@ class CostTracker:
         return {"version": STATE_VERSION, "cost": coefficients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Plan with a cost model that was fitted before, without a new warm-up, on all ranks."""
+        """Use a cost model that was fitted before, on all ranks, without a new warm-up."""
         try:
             version = state["version"]
             coefficients = state["cost"] if version == STATE_VERSION else None

@@ -132,7 +132,7 @@ class Progress:
             )
         if its_deal != tuple(deal):
             raise ConfigError(
-                f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, the state "
+                f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, the state has "
                 f"{its_deal} (zeros: no ResumableSampler): give the same, or samples would be lost"
             )
         return cls(epoch, step, tuple(history), saved=saved)
@@ -151,13 +151,13 @@ class LoaderOptions:
     """Options of a BalancedLoader, where the defaults do not fit.
 
     Attributes:
-        axis: Data-parallel axis of a mesh with several. Ranks along other axes (tensor, pipeline)
+        axis: Data-parallel axis of a mesh of several. Ranks along other axes (tensor, pipeline)
             get the same batches; the first of them loads.
         batch_size: Samples of a microbatch, where the loader gives samples one by one.
         unpack: Splits an item of the loader into samples, for ready-made packs (see
             `packs.unpack`). Lists of items then stay microbatches.
-        weight_fn: Whole-number weight of a sample in the global mean, for `loss_scale`, such as its
-            labels. Default: 1.
+        weight_fn: Returns a sample's whole-number weight in the global mean, for `loss_scale`, such
+            as its number of labels. Default: 1.
         limits: Hard limits of a microbatch on a rank.
         ends: "drop_last" ends the epoch when a rank cannot fill a step; "pad_empty" and "finish"
             when all ranks have run out. "finish" leaves a microbatch empty; the others fill it with
@@ -358,7 +358,7 @@ class BalancedLoader:
             tuple of CPU tensors, arrays and plain values.
         cost: Predicts the cost of a sample by its tokens; in seconds if it is a PolynomialCost, or
             a TransformerCost with `seconds_per_unit`.
-        length_fn: Tokens of a sample. Default: those of its "input_ids".
+        length_fn: Counts the tokens of a sample. Default: the length of its "input_ids".
         mesh_or_group: Data-parallel ranks: a DeviceMesh with one axis, a process group, or None for
             all. With `LoaderOptions.axis`, a mesh with several axes.
         accumulate: Microbatches of an optimiser step; planned together, exchanged at once. Default:

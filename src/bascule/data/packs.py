@@ -102,9 +102,9 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
           `unpack`.
 
     Raises:
-        ConfigError: More tokens than the budget; token fields of unlike lengths; a field whose
-            dtype, shape or kind differs between samples, that some lack and that has no neutral
-            value, or that is named like one of those above.
+        ConfigError: More tokens than the budget; token fields of different lengths; a field whose
+            dtype, shape or kind differs between samples; a field without a neutral value that some
+            samples lack; or a field with one of the names above.
     """
     samples = mappings(samples)
     lens = token_lengths(samples, pack.token_fields)
@@ -307,9 +307,9 @@ def collate_padded(
         The fields of the samples, and ``attention_mask`` (1 token, 0 padding) if they have none.
 
     Raises:
-        ConfigError: Token fields of unlike lengths; a field whose dtype, shape or kind differs
-            between samples, or that some lack and that has no neutral value; a visual field that
-            is no tensor.
+        ConfigError: Token fields of different lengths; a field whose dtype, shape or kind differs
+            between samples; a field without a neutral value that some samples lack; a visual field
+            that is not a tensor.
     """
     whole("pad_id", pad_id)
     whole("ignore_index", ignore_index, -MAX_WHOLE)

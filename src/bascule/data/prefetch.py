@@ -86,7 +86,7 @@ class Lease:
 
 
 class Pool:
-    """The groups of some global ranks that loaders share. All of these ranks construct it."""
+    """Process groups of some global ranks, which loaders share. All these ranks construct it."""
 
     def __init__(self, members: Sequence[int], timeout_s: float) -> None:
         # The training thread constructs loaders and borrows in this group.

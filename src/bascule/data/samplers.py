@@ -107,8 +107,8 @@ class SamplerOptions:
             one, `batch_size` on average; work is more even, but every step needs `loss_scale`.
         padded: Batches are padded to their longest sample. Samples of like lengths then share a
             batch; `even_counts=False` saves most.
-        weights: Weight of each sample in the global mean, for `loss_scale`, such as its labels.
-            None: 1.
+        weights: Weight of each sample in the global mean, for `loss_scale`, such as its number of
+            labels. None: 1.
         shards: The shard (file) of each sample. Samples of shard s stay on rank s % num_ranks where
             that costs the step nothing.
         tolerance: The search for a better deal of a step stops at this gap to the lower bound.

@@ -275,7 +275,7 @@ class Deliveries:
 
     @classmethod
     def of(cls, offer: Offer, rank_of: Ints, ranks: DataRanks, *, pad: bool) -> "Deliveries":
-        """Give each sample to its data-parallel rank (n,); with `pad`, one to idle ranks too."""
+        """Deliver samples to their data-parallel ranks (n,); with `pad`, one to each idle rank."""
         ids, micro = np.arange(rank_of.size), offer.micro
         if pad and ids.size:
             idle = np.flatnonzero(offer.sums(rank_of, np.ones_like(rank_of)) == 0)
@@ -322,7 +322,7 @@ class Decision:
 
 
 def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
-    """Give each rank a sample that counts, if limits and number allow: else it has no mean."""
+    """Give each rank a sample of nonzero weight for its mean, if limits and counts allow."""
     num_ranks, counted = plan.num_ranks, weights > 0
     if np.count_nonzero(counted) < num_ranks:
         counted = np.ones_like(counted)
@@ -387,11 +387,11 @@ class Redistributor:
         self.terms.append(replace(self.terms[-1], cost=cost, speeds=speeds))
 
     def saves(self, step: int) -> bool:
-        """Return True if the states of loaders travel with this step."""
+        """Return True if ranks exchange the states of their loaders with this step."""
         return step >= self._next_saved
 
     def step(self, step: int, load: Load) -> ReadyStep | None:
-        """Make this rank's part of a step; None at the end. Three collectives; all raise alike."""
+        """Make this rank's part of a step; None at the end. Three collectives; errors reach all."""
         start = time.perf_counter()
         loaded = self._gather(step, load)
         if loaded.is_last(self.rules.ends):

@@ -211,7 +211,7 @@ def _load_text(name: str, dtype: torch.dtype, transformers: Any) -> TextEncoder:
     beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
     source = folder if (folder / "tokenizer_config.json").exists() else beside
     if not (source / "tokenizer_config.json").exists():
-        raise ConfigError("has no tokenizer: put its files into the folder, or into one beside it")
+        raise ConfigError(f"has no tokenizer: put its files into the folder, or into {beside}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
     return TextEncoder(load(name, dtype=dtype, local_files_only=True), tokenizer).to(dtype)
 

@@ -251,7 +251,7 @@ class ManifestStream(_Waves):
 
 
 class EpochOrder:
-    """The order of samples over all epochs, each drawn anew."""
+    """The order of samples over all epochs; each epoch draws its own order."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self._num_samples, self._seed = num_samples, seed
