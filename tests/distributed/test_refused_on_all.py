@@ -372,7 +372,7 @@ WRONG: dict[str, Row] = {
     "sparse: degrees": (sparse, both(degrees=(1, 2)), "a plan for 2 x 1 ranks (ring x Ulysses)"),
     "sparse: whole masks": (sparse, both(masks="whole"), "rows of a mask"),
     "a mean of a scalar": (averaged, one("values", ()), "rank 1", "mean"),
-    "loader: counts": (resumed, both(counts=(90, 90)), "and there are 5"),
+    "loader: counts": (resumed, both(counts=(90, 90)), "but there are 5"),
     "loader: no samples": (loaded, both(samples=[[{"id": 1}]] * 3), 'a dict has no "input_ids"'),
     "loader: two at once": (two_at_once, both(), *ENDED),
     "loader: closed within": (closed_within, both(), *ENDED),

@@ -231,7 +231,7 @@ def test_a_stateful_loader_goes_on_where_it_was(num_workers: int) -> None:
         ({"num_samples": 9}, "the state has num_samples=9, this sampler has 10"),
         ({"shuffle": False}, "shuffle=False"),
         ({"version": 1}, "version=1"),
-        ({"delivered": 11}, "11 samples were delivered .* and there are 10"),
+        ({"delivered": 11}, "11 samples were delivered .* but there are 10"),
         ({"delivered": -1}, "delivered of the state is -1"),
         ({"epoch": "x"}, "epoch of the state is 'x'"),
         ({"more": 1}, "has the entries"),

@@ -53,7 +53,7 @@ class Cache(Generic[K, T]):
 class Staging(threading.local):
     """Buffers of a group's exchanges, one per role and thread; the next exchange overwrites them.
 
-    On the host a fresh buffer costs page faults: an all-to-all of 1.8 MB a rank takes 3.3 ms with
+    On the host a fresh buffer costs page faults: an all-to-all of 1.8 MB per rank takes 3.3 ms with
     fresh buffers and 1.1 ms with used ones. Allocators of other devices keep their memory.
     """
 

@@ -100,7 +100,7 @@ class Progress:
         return dataclasses.replace(self, step=step + 1, counts=sums, saved=saved)
 
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
-        """Return the progress as plain values; the samples' `ResumableSampler`s have this `deal`.
+        """Return the progress as plain values, with the `deal` of the `ResumableSampler`s.
 
         It has each loader's state, and how many of the loader's samples were delivered since.
         """
@@ -151,8 +151,8 @@ class LoaderOptions:
     """Options of a BalancedLoader, where the defaults do not fit.
 
     Attributes:
-        axis: Data-parallel axis of a mesh of several. Ranks along other axes (tensor, pipeline)
-            get the same batches; the first of them loads.
+        axis: The mesh's data-parallel axis. Ranks along its other axes (tensor, pipeline) get the
+            same batches; the first of them loads.
         batch_size: Samples of a microbatch, where the loader gives samples one by one.
         unpack: Splits an item of the loader into samples, for ready-made packs (see
             `packs.unpack`). Lists of items then stay microbatches.
@@ -167,7 +167,7 @@ class LoaderOptions:
         prefetch: Steps made ahead.
         collate_fn: Makes a microbatch of samples; an empty one has None as data. Default: the
             DataLoader's, or `default_collate`.
-        timeout_s: Longest wait for other ranks, their loaders included; the same on all.
+        timeout_s: Longest wait for other ranks and their loaders; the same on all ranks.
     """
 
     axis: str | None = None
@@ -369,7 +369,7 @@ class BalancedLoader:
             they come in. No rank gets more tokens than that (but see `LoaderOptions.limits`).
 
     Raises:
-        CommError: The ranks disagree on an argument, or one is missing.
+        CommError: The ranks disagree on an argument, or a rank is missing.
 
     Example:
         >>> for batch in BalancedLoader(loader, cost=cost, length_fn=len):  # doctest: +SKIP
@@ -554,7 +554,7 @@ class BalancedLoader:
 
     @shared("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after a state; another number of ranks needs a `ResumableSampler`."""
+        """Resume from a state; another number of ranks needs a `ResumableSampler`."""
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: call loader.close() first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)

@@ -98,7 +98,7 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
         * ``labels``: the first of each sample is ignored, for models that shift by themselves.
         * ``shift_labels``: label t is label t + 1 of the same sample, the last is ignored.
         * ``num_samples``, ``cu_items`` (field to (n + 1,) int64 bounds of the samples' rows),
-          ``first_labels`` (that ``labels`` lost) and ``gaps`` (samples without a field): for
+          ``first_labels`` (which ``labels`` lost) and ``gaps`` (samples without a field): for
           `unpack`.
 
     Raises:
@@ -288,7 +288,7 @@ def _rows(name: str, value: Any) -> int:
 def collate_padded(
     samples: Iterable[Sample], *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
 ) -> dict[str, Any]:
-    """Return the right-padded batch that Qwen-VL, InternVL and other models of transformers take.
+    """Return the right-padded batch that Qwen-VL, InternVL and other models of transformers need.
 
     Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0, 0-dim
     tensors are stacked to (B,) and plain values become lists of B. Fields that are None everywhere,
@@ -301,7 +301,7 @@ def collate_padded(
         samples: Tensors and plain values by name; an empty list gives a batch of shape (0, 0).
         pad_id: Token in the padding.
         ignore_index: Label in the padding, which adds nothing to the loss.
-        multiple_of: L is the next multiple of it.
+        multiple_of: L is rounded up to a multiple of this.
 
     Returns:
         The fields of the samples, and ``attention_mask`` (1 token, 0 padding) if they have none.

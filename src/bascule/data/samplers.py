@@ -78,13 +78,13 @@ class ResumableSampler(Sampler[int]):
 def too_many(num_delivered: int, num_samples: int) -> ConfigError:
     """Return the error for a state with more samples than there are."""
     return ConfigError(
-        f"{num_delivered} samples were delivered when the state was saved, and there are "
+        f"{num_delivered} samples were delivered when the state was saved, but there are "
         f"{num_samples}: resume with the samples that the state was saved with"
     )
 
 
 def accumulation_of_accelerate() -> int:
-    """Return over how many batches accelerate accumulates, 1 where it is not used."""
+    """Return how many batches accelerate accumulates gradients over; 1 without accelerate."""
     module = sys.modules.get("accelerate.state")
     state = None if module is None else module.GradientState()
     return state.num_steps if state is not None and state.sync_with_dataloader else 1
@@ -105,7 +105,7 @@ class SamplerOptions:
         limits: Hard limits of a batch. A step that cannot keep them is a PlanError on all ranks.
         even_counts: All batches of a full step have exactly `batch_size` samples. False: at least
             one, `batch_size` on average; work is more even, but every step needs `loss_scale`.
-        padded: Batches are padded to their longest sample. Samples of like lengths then share a
+        padded: Batches are padded to their longest sample. Samples of similar lengths then share a
             batch; `even_counts=False` saves most.
         weights: Weight of each sample in the global mean, for `loss_scale`, such as its number of
             labels. None: 1.
@@ -251,7 +251,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self._batches(self._run)
 
     def deal(self, step: int) -> Deal:
-        """Return all ranks' samples in a step of the next iteration. O(samples of the epoch)."""
+        """Return the samples of all ranks in a step of the next iteration, in O(epoch)."""
         left = self._lengths.size - self._start
         step = whole("step", step, 0, self._shape.num_steps(left) - 1)
         first = self._start + self._shape.samples_in(left, step)
@@ -291,7 +291,7 @@ class BalancedSampler(Sampler[list[int]]):
         return {**self._identity(), "epoch": self._epoch, "delivered": delivered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the last step of a state; ranks, batch size, accumulation may differ."""
+        """Resume after a state's last step; ranks, batch size and accumulation may differ."""
         of_type("the state of a BalancedSampler", state, Mapping, "what state_dict() gave")
         if sorted(map(str, state)) != sorted(_STATE):
             raise ConfigError(

@@ -51,7 +51,7 @@ class Batch:
             gradient of the mean loss of all its samples.
         epoch: From 0.
         step: Optimiser step of the epoch, from 0.
-        microbatch: Of the step, from 0.
+        microbatch: Number of the microbatch in the step, from 0.
         num_samples: Samples of this rank, without padding.
         is_padding: True if it holds only a copy of another rank's sample.
         plan: Who computes what in this microbatch.
@@ -73,8 +73,8 @@ class Batch:
     def restore(self, values: Tensor) -> Tensor:
         """Bring per-sample results back to the ranks that loaded the samples; differentiable.
 
-        `values` (n, ...) has a row per sample of this microbatch, with padding; the result (m, ...)
-        one per sample that this rank loaded. All ranks call it. One all-to-all if a sample moved.
+        `values` has n rows, one per sample of this microbatch, padding included; the result has m
+        rows, one per sample that this rank loaded. All ranks call it. One all-to-all if any moved.
         """
         num_rows = self.num_samples + self.is_padding
         of_type("values to restore", values, Tensor, "a tensor with one row a sample")
@@ -109,8 +109,8 @@ def num_input_ids(sample: Sample) -> int:
         ) from None
     if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
         raise ConfigError(
-            f'"input_ids" of {length} rows, not one row of tokens: take input_ids[0] of a batch of '
-            "one, set LoaderOptions(unpack=..) for collated batches, or give a length_fn"
+            f'"input_ids" of {length} rows, not of one sample: take input_ids[0] of a batch of one, '
+            "set LoaderOptions(unpack=..) for collated batches, or give BalancedLoader a length_fn"
         )
     return length
 
@@ -194,7 +194,7 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
 
 
 def named(error: BaseException, place: str) -> Exception:
-    """Return the error with its place, in one line since it travels to all ranks."""
+    """Return the error with its place, on one line, since it is sent to all ranks."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} .. {lines[-1]}"
     if isinstance(error, ConfigError | PlanError):

@@ -1,4 +1,4 @@
-"""Plans of which rank encodes which item; numpy only, the same on every rank."""
+"""Plan which rank encodes which item; numpy only, with the same result on every rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,8 +46,8 @@ class Encoding:
     loads_as_given: tuple[float, ...]  # cost of each rank's items before moves
     loads: tuple[float, ...]  # cost of what each rank encodes; seconds with a cluster
     gain_s: float | None = None  # saved by the slowest rank, with its backward pass; None: no price
-    exchange_s: float | None = None  # beyond those without moving; None without a price
-    exchange_bytes: int = 0  # of all ranks, beyond those without moving
+    exchange_s: float | None = None  # more than if no item moved; None without a price
+    exchange_bytes: int = 0  # of all ranks, more than if no item moved
 
     @property
     def loaded(self) -> float:
@@ -99,7 +99,7 @@ class ItemPlan:
 
     @cached_property
     def needed(self) -> list[Ints]:
-        """Ids of the items that each rank encodes, those of dummy calls included."""
+        """Ids of the items that each rank encodes, with the items of dummy calls."""
         return [np.unique(np.concatenate([call.ids for call in calls])) for calls in self.passes]
 
     @cached_property
