@@ -157,7 +157,7 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
         raise ConfigError(f"{name}{place} is {numbers[tuple(place)]}; it must be finite and >= 0")
     with np.errstate(over="ignore"):
         if not np.isfinite(numbers.sum()):
-            raise ConfigError(f"{name} up to {numbers.max()} have no finite sum; use a larger unit")
+            raise ConfigError(f"{name} up to {numbers.max()} overflow in a sum: use a larger unit")
     numbers.flags.writeable = False
     return numbers
 

@@ -75,9 +75,9 @@ PACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"labels": IDS}, ("sample 1 lacks input_ids",)),
     ({"input_ids": IDS.int()}, ("int64", "in sample 0 and torch.int32")),
     (ONE | {"image": torch.zeros(1, 3)}, ("image is", "(1, 2)", "(1, 3)")),
-    (ONE | {"image": torch.zeros(1, 2).bfloat16()}, ("same dtype",)),
-    (ONE, ("sample 1 lacks weight",)),
-    (ONE | {"cu_items": {}}, ("cu_items make_pack adds",)),
+    (ONE | {"image": torch.zeros(1, 2).bfloat16()}, ("one dtype",)),
+    (ONE, ("sample 1 lacks the number weight",)),
+    (ONE | {"cu_items": {}}, ("cu_items is a field that make_pack adds",)),
 ]
 UNPACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cu_seqlens": None}, ("no cu_seqlens",)),

@@ -109,8 +109,8 @@ def num_input_ids(sample: Sample) -> int:
         ) from None
     if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
         raise ConfigError(
-            f'"input_ids" of {length} rows, not of one sample: take input_ids[0] of a batch of one, '
-            "set LoaderOptions(unpack=..) for collated batches, or give BalancedLoader a length_fn"
+            f'"input_ids" of {length} rows, not of one sample: use input_ids[0] of a batch of one, '
+            "LoaderOptions(unpack=..) for collated batches, or give BalancedLoader a length_fn"
         )
     return length
 
