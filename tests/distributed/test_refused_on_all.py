@@ -309,7 +309,7 @@ DISAGREE: dict[str, Row] = {
     "gathered": (gathered, two("columns", 3, 2), "ranks [1]"),
     "heads of one rank": (attended, one("q", (6, 2, 16)), "attend"),
     "mesh: no layout": (on_ulysses, two("tokens", 5, 4), "ranks [0]: a layout of (10,) tokens"),
-    "sparse: plan": (sparse, one("kind", "full"), "disagree on the form"),
+    "sparse: plan": (sparse, one("kind", "full"), "disagree on the call"),
     "weights of one rank": (averaged, one("weights", torch.ones(6)), "mean"),
     "loader: state": (resumed, one("counts", (2, 1)), "disagree on step"),
     "loader: epoch": (of_epoch, two("epoch", 0, 3), "disagree on step"),
