@@ -325,8 +325,8 @@ class _Sources(NamedTuple):
                 )
             if tuple(other) != deal:
                 raise ConfigError(
-                    f"the ResumableSamplers of data-parallel ranks {places[0]} and {place} have "
-                    f"(num_samples, shuffle, seed) = {deal} and {tuple(other)}: give them the same"
+                    f"ResumableSamplers of ranks {places[0]}, {place} have (num_samples, shuffle, "
+                    f"seed) = {deal} and {tuple(other)}: give the same, or samples would be lost"
                 )
         if numbers.min() < 0:
             return cls(places, None, deal)
