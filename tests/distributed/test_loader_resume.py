@@ -185,7 +185,7 @@ def test_another_number_of_ranks_needs_a_resumable_sampler() -> None:
     states = run_ranks(stop_in_the_middle, 2)[0]
     for classes, text in run_ranks(other_world, 1, states)[0]:
         assert "ConfigError" in classes
-        assert "2 loaders" in text and "this one has 1" in text and "ResumableSampler" in text
+        assert "2 loaders" in text and "this run has 1" in text and "ResumableSampler" in text
 
 
 def ready_made() -> None:
