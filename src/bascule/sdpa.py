@@ -100,7 +100,7 @@ class SequenceParallelMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace a function of torch."""
+        """Replace a call of a torch function."""
         kwargs = kwargs or {}
         return self._replace(func, args, kwargs) if func in _REPLACED else func(*args, **kwargs)
 
@@ -146,7 +146,7 @@ class SequenceParallelMode(TorchFunctionMode):
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Leave attention within this scope as it is: every rank has all keys and values."""
+        """Keep attention within this scope local: every rank has all keys and values."""
         self._num_local += 1
         try:
             yield
@@ -154,7 +154,7 @@ class SequenceParallelMode(TorchFunctionMode):
             self._num_local -= 1
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Sequence[TorchFunctionMode]) -> Any:
-        """Return layouts of queries and keys for `_show`, where attention is left as it is."""
+        """Return the layouts of queries and keys for `_show`, where attention stays local."""
         return None, None
 
     def _show(
@@ -199,19 +199,19 @@ class SequenceParallelMode(TorchFunctionMode):
 
     # No property: compilers trace none of a mode that was entered before the graph.
     def attends_locally(self) -> bool:
-        """Return whether attention is left as it is."""
+        """Return whether attention stays local, without the mesh."""
         return self._num_local > 0
 
     def refuse(self, module: nn.Module, args: object) -> None:
-        """Refuse a model of transformers; the hook before every module's forward."""
+        """Refuse a transformers model; a hook calls this before every module's forward."""
         # Only such models have this method, so transformers need not be imported.
         if not hasattr(module, "set_attn_implementation") or torch.compiler.is_compiling():
             return
         if not self.attends_locally():
             name = type(module).__name__
             raise ConfigError(
-                f"context_parallel: {name} is a model of transformers, whose windows and positions "
-                "follow from the tokens that it gets: enter bascule.transformers.context_parallel("
+                f"context_parallel: {name} is a model of transformers, which would count windows "
+                "and positions in one rank's tokens: enter bascule.transformers.context_parallel("
                 "model, mesh); or .local(), if every rank has all its tokens"
             )
 
@@ -228,7 +228,7 @@ class SequenceParallelMode(TorchFunctionMode):
         return options, mask
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return all keys and values if they are of another, cut sequence; None otherwise."""
+        """Return all keys and values if they come from another sharded sequence, or None."""
         return None
 
     def attend(
@@ -259,10 +259,10 @@ class SequenceParallelMode(TorchFunctionMode):
         sink: Tensor | None = None,
         documents: tuple[int, ...] = (),
     ) -> Tensor:
-        """Check a call, and attend over the mesh if the keys are of the queries' sequence."""
+        """Check a call; attend over the mesh if keys and queries are of the same sequence."""
         if dropout_p > 0.0:
             raise ConfigError(
-                f"attention over a mesh has no dropout, dropout_p is {dropout_p}: set it to 0"
+                f"attention over a mesh has no dropout, but dropout_p is {dropout_p}: set it to 0"
             )
         if query.dim() != 4 or key.dim() != 4:
             shapes = f"q {tuple(query.shape)}, k {tuple(key.shape)}"
@@ -279,8 +279,8 @@ class SequenceParallelMode(TorchFunctionMode):
             if is_other and (is_causal or has_mask):
                 shape = None if attn_mask is None else tuple(attn_mask.shape)
                 raise ConfigError(
-                    f"attention to the keys of another sequence that is cut, is_causal={is_causal} "
-                    f"and a mask of shape {shape}: give a mask of its keys, (batch, 1, 1, keys)"
+                    f"attention to the keys of another sharded sequence, is_causal={is_causal} and "
+                    f"a mask of shape {shape}: give only a mask of its keys, (batch, 1, 1, keys)"
                 )
         num_tokens, num_keys = query.shape[2], key.shape[2]
         may_be_cross = self._replicated or num_keys != num_tokens
@@ -291,7 +291,7 @@ class SequenceParallelMode(TorchFunctionMode):
             _check_whole(self.mesh, key, value)
         if others is not None or is_cross:
             if modes and others is not None:
-                refuse_modes(modes, "attention to the keys of another sequence that is cut")
+                refuse_modes(modes, "attention to the keys of another sharded sequence")
             if modes:
                 layouts = self.resolve(query, None)[0].layout, None
                 return self._show(modes, layouts, query, key, value, attn_mask, **whole)
@@ -349,8 +349,8 @@ class SequenceParallelMode(TorchFunctionMode):
             if self._layout is None or num_keys not in _tokens_of(self._layout):
                 way_out = f"say so with context_parallel(..., replicated=({num_keys},))"
             raise ConfigError(
-                f"attention of {num_queries} queries to {num_keys} keys: a rank's own tokens are "
-                "as many keys as queries. Run the model without a cache of keys (use_cache=False); "
+                f"attention of {num_queries} queries to {num_keys} keys: each rank must give as "
+                "many keys as queries. Run the model without a cache of keys (use_cache=False); "
                 f"if every rank has all keys, as of a prompt, {way_out} or in the table's `attends`"
             )
         return False
@@ -378,24 +378,24 @@ def context_parallel(
     the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S.
     Causal attention, `scale` and `enable_gqa` mean what they mean in torch; dropout is refused.
 
-    Only calls of torch's function are replaced, and layers with a softmax of their own refused. A
-    model that calls flash-attn, xformers or flex attention directly keeps its local attention. So
-    does a model that leaves out a mask because this rank's tokens need none, as for a window longer
-    than this rank's part, or packed documents that end with it: give the model the whole mask.
+    Only calls of torch's function are replaced; layers with their own softmax are refused. A model
+    that calls flash-attn, xformers or flex attention directly keeps its local attention. A model
+    may leave out a mask that this rank's tokens do not need, such as a window longer than its part,
+    or packed documents that end with it: give such a model the whole mask.
 
-    With `gather` at the end of the model, the mean of the ranks' gradients of parameters, which DDP
-    and FSDP take, is the gradient.
+    If `gather` ends the model, the mean of parameters' gradients over ranks, as in DDP and FSDP, is
+    the gradient.
 
     Args:
         mesh: The ranks.
         layout: Which tokens each rank has. Default: one segment, the same number on every rank.
-        replicated: Numbers of keys that every rank has whole, as those of a prompt. Attention to
-            them is left as it is; so is all attention within `.local()` of the yielded mode.
-        comm_dtype: Dtype on the wire, as in `AttentionOptions`.
+        replicated: Numbers of keys that identify keys of which every rank has all, such as a
+            prompt's. Attention to them stays local, as does all within the mode's `.local()`.
+        comm_dtype: Dtype of communication, as in `AttentionOptions`.
         kernel: Name of the block kernel, or your own.
-        overlap: True lets Ulysses exchange while it computes.
-        checked: A model that was compared with one process. Default: models of transformers are
-            refused; see `bascule.transformers.context_parallel`.
+        overlap: True overlaps Ulysses' exchanges with attention.
+        checked: A transformers model that was compared with one process; other transformers models
+            are refused. See `bascule.transformers.context_parallel`.
 
     Raises:
         ConfigError: A call cannot be split, a number of keys is ambiguous, or nothing within called
@@ -417,7 +417,7 @@ def context_parallel(
             hook.remove()
     if not mode.has_attended:
         raise ConfigError(
-            "context_parallel: nothing within called F.scaled_dot_product_attention: choose it"
+            "context_parallel: nothing within called F.scaled_dot_product_attention: let it do so"
         )
 
 
@@ -454,8 +454,8 @@ def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
     for rank, numbers in enumerate(others, 1):
         if not np.linalg.norm(numbers - first) <= _MAX_DISTANCE * np.linalg.norm(first):
             raise ConfigError(
-                f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, and "
-                f"rank {rank} has others than rank 0: do not declare them, or use no cache"
+                f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, but "
+                f"rank {rank} has other keys than rank 0: do not declare them, or use no cache"
             )
 
 
@@ -466,7 +466,7 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def modes_of_others() -> list[TorchFunctionMode]:
-    """Return the entered modes but for ours and those of torch, such as a default device's."""
+    """Return the entered modes, except ours and torch's own, such as a default device's."""
     return [
         mode
         for mode in overrides._get_current_function_mode_stack()
@@ -476,7 +476,7 @@ def modes_of_others() -> list[TorchFunctionMode]:
 
 
 def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
-    """Refuse modes of others around attention that cannot show them all tokens."""
+    """Refuse modes of other libraries around attention, which cannot show them all tokens."""
     names = " and ".join([type(mode).__name__ for mode in modes])
     raise ConfigError(
         f"{names} (a TorchFunctionMode) is entered around {what}, where it would see one rank's "

@@ -168,7 +168,7 @@ RING, BOTH = {"ring_degree": 2}, {"ulysses_degree": 2}
 REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "registered": (
         partial(refused, "plain_mine", as_kernel, **RING),
-        "kernel 'plain_mine' gives no log-sum-exp, by which ring_degree=2 merges",
+        "kernel 'plain_mine' gives no log-sum-exp, but ring_degree=2 needs it to",
     ),
     "flex": (partial(refused, "flex", set_model, **RING), "kernel 'flex' gives no log-sum-exp"),
     "native": (partial(refused, "native", as_kernel, **RING), "'native' gives no log-sum-exp"),

@@ -223,7 +223,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
         (call(q, others, others), "compute it within .local(), as some ranks have"),
         (
             call(q, cached, cached, among={"layout": layout, "replicated": [6]}),
-            "declared as replicated=6, and rank 1 has others than rank 0",
+            "declared as replicated=6, but rank 1 has other keys than rank 0",
         ),
         (refused(nothing), "nothing within called F.scaled_dot_product_attention"),
         (refused(hidden), "cannot be split over ranks"),

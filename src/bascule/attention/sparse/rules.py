@@ -75,8 +75,8 @@ class BlockRule:
     The ring gathers features of keys, so large features cost time. None: the rule needs none.
 
     Attributes:
-        choose: Gets q (B, h, P, F), k (B, h, C, F) and a `RuleCall`; returns bool (B, h, P, C), True
-            where computed; B and h may be 1. Rows that `at.blocks` repeats do not count.
+        choose: Gets q (B, h, P, F), k (B, h, C, F) and a `RuleCall`; returns bool (B, h, P, C),
+            True where computed; B and h may be 1. Rows that `at.blocks` repeats do not count.
         of_queries: Returns features of query blocks.
         of_keys: Returns features of key blocks.
         with_values: Whether `of_keys` gets keys and values, (.., L, 2 D).
