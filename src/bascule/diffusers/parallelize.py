@@ -81,8 +81,8 @@ def parallelize(
     """Split a model or a pipeline over ranks; every rank gets the output of a single process.
 
     Weights and inputs must be the same on every rank. Each rank computes its shard of the tokens,
-    attends to the tokens of all ranks, and gathers the output. No length or number of heads needs
-    to be divisible. Ranks also share a pipeline's guidance branches, VAE tiles and noise.
+    attends to the tokens of all ranks, and gathers the output. Lengths and head counts need not be
+    divisible. Ranks also share a pipeline's guidance branches and VAE tiles, and draw equal noise.
 
     Args:
         model_or_pipeline: A model, or a diffusers pipeline, whose transformers are all split.
@@ -265,7 +265,7 @@ class ParallelHandle:
         for split in self.parts:
             if split.forward is not None:
                 raise ConfigError(
-                    f"undo() within a forward pass of {type(split.model).__name__}: call it after"
+                    f"undo() within a forward pass of {type(split.model).__name__}: call it later"
                 )
         self._compiled.close()
         for change in (*self._runs, *self._shared_parts, *self._guided, *self.parts):
@@ -299,8 +299,8 @@ class ParallelHandle:
     def save_masks(self, path: str | Path) -> Iterator[None]:
         """Save block masks of layers to a file, for `SparseConfig(masks=path)` or `bascule sparse`.
 
-        While models run within, the first rank writes (forward passes, layers, heads, query blocks,
-        key blocks). Layers are in the order of attention calls; masks of dense layers are all True.
+        In this scope the first rank writes masks (forward passes, layers, heads, query blocks, key
+        blocks). Layers are in the order of attention calls; masks of dense layers are all True.
         Blocks follow the heads' `orders`. After an error there is no file.
 
         Raises:
@@ -416,7 +416,7 @@ class ParallelHandle:
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Checkpoint activations, and recompute them over the mesh.
 
-        Use it in `model.enable_gradient_checkpointing(handle.checkpoint)`, or as torch's.
+        Use it in `model.enable_gradient_checkpointing(handle.checkpoint)`, or like torch's.
         """
         running = [(split, split.forward) for split in self.parts if split.is_running]
 
