@@ -258,7 +258,7 @@ def replicated(x: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
 def gather_rows(
     x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int | None = None
 ) -> tuple[Tensor, bool]:
-    """Gather rows as `gather_tokens` does, but no operator; return also whether marks are equal.
+    """Gather rows as `gather_tokens` does, without autograd; return also whether marks are equal.
 
     On a device, a comparison would make the host wait: there unequal marks make the rows nan.
     """

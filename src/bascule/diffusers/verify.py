@@ -83,7 +83,7 @@ class Verification:
 
 @shared("verify")
 def verify(split: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
-    """Compare a model with one process, on each of the meshes that the ranks of a group form."""
+    """Compare a model with one process, on all meshes of the ranks of a group."""
     if split.has_cache:
         raise ConfigError("verify: the model uses a step cache: call disable_cache() first")
     if group is not None:
