@@ -208,7 +208,7 @@ def check(
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
     if num_kv_heads < degree:
         raise ConfigError(
-            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads, as each needs 1: "
+            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads, each needs 1: "
             f"use at most {num_kv_heads} ranks, or rings, as {topology.for_heads(num_kv_heads)}"
         )
 
