@@ -440,9 +440,7 @@ WRONG: dict[str, Callable[[Inputs], Any]] = {
     "1001": lambda s: s | {"length": 1001},  # more than the limits
     "sample 0: 'ids' is a list of 2": lambda s: s | {"ids": [1, 2]},
     "sample 0: 'noise' is a numpy array": lambda s: s | {"noise": np.ones((1, 4))},
-    "sample 0: 'residuals' is a list that holds tensors": lambda s: (
-        s | {"residuals": [s["target"]]}
-    ),
+    "sample 0: 'residuals' is a list of tensors": lambda s: s | {"residuals": [s["target"]]},
 }
 
 

@@ -460,7 +460,7 @@ def test_refusals_on_all_ranks() -> None:
     ):
         model = Causal(mask)
         with parallelize(model, mesh=mesh, table=CAUSAL, sparse=SparseConfig(keep=0.5)):
-            expect(f"gives it {words}", model, inputs["image"])
+            expect(f"attention got {words}", model, inputs["image"])
     needs_text = replace(CAUSAL, nonempty=("image",))
     with parallelize(Causal(), mesh=mesh, table=needs_text, sparse=SparseConfig(keep=1)) as handle:
         words = "19 tokens of image, dealt 64 at a time, leave some of 2 ranks without any"
