@@ -439,10 +439,8 @@ WRONG: dict[str, Callable[[Inputs], Any]] = {
     "sample 0: length_fn is 0; it must be an integer, at least 1": lambda s: s | {"length": 0},
     "1001": lambda s: s | {"length": 1001},  # more than the limits
     "sample 0: 'ids' is a list of 2": lambda s: s | {"ids": [1, 2]},
-    "sample 0: 'noise' is an array of numpy": lambda s: s | {"noise": np.ones((1, 4))},
-    "sample 0: 'residuals' is a list that holds tensors": lambda s: (
-        s | {"residuals": [s["target"]]}
-    ),
+    "sample 0: 'noise' is a numpy array": lambda s: s | {"noise": np.ones((1, 4))},
+    "sample 0: 'residuals' is a list of tensors": lambda s: s | {"residuals": [s["target"]]},
 }
 
 

@@ -45,8 +45,8 @@ NUM_FORMS = 3
 OF_ONE_GRID = {"layers", "learned"}
 ONE_AT_A_TIME = {"skyreels", "frame_times", "fps"}  # diffusers 0.42 fails for more samples
 REFUSED = {  # options, and what is said of their inputs
-    "controlnet": "that holds tensors, of which the batch is not known: give tensors (1, ..), or",
-    "last image": "'encoder_hidden_states_image' has the shape (2, 3, 16): give what the model",
+    "controlnet": "of tensors whose batch dim is unknown: give tensors (1, ..), or",
+    "last image": "'encoder_hidden_states_image' has the shape (2, 3, 16): give the model's shape",
 }
 TRAINED_NOW = ("minimax", "ltx2", "hunyuan1.5", "flux2", "z_image", "sd3")
 OTHER_KINDS = ("hidream", "mochi", "cosmos3", "flux_controlnet")

@@ -168,7 +168,7 @@ RING, BOTH = {"ring_degree": 2}, {"ulysses_degree": 2}
 REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "registered": (
         partial(refused, "plain_mine", as_kernel, **RING),
-        "kernel 'plain_mine' gives no log-sum-exp, by which ring_degree=2 merges",
+        "kernel 'plain_mine' gives no log-sum-exp, but ring_degree=2 needs it to",
     ),
     "flex": (partial(refused, "flex", set_model, **RING), "kernel 'flex' gives no log-sum-exp"),
     "native": (partial(refused, "native", as_kernel, **RING), "'native' gives no log-sum-exp"),
@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "overlap": (partial(refused, "plain_mine", as_kernel, overlap=True, **BOTH), "overlap=True"),
     "Sage learns": (partial(refused, "sage_hub", as_kernel, True, **RING), "has no autograd"),
     "unknown": (partial(refused, "fastest", as_kernel, **RING), "no attention back end 'fastest'"),
-    "several": (partial(refused, "_flash_3_hub", several, **BOTH), "_flash_3_hub, flex, and"),
+    "several": (partial(refused, "_flash_3_hub", several, **BOTH), "_flash_3_hub, flex, but"),
 }
 
 

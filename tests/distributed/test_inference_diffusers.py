@@ -185,7 +185,7 @@ def test_other_caches_are_refused_before_anything_is_computed() -> None:
             classes, text = raised_by(call, **make_inputs(case))
         assert "ConfigError" in classes and words in text, text
 
-    by_tokens = "decides by the tokens of a rank what it leaves out"
+    by_tokens = "would decide by one rank's tokens which blocks it skips"
     for case in (FLUX, QWEN):
         model = seeded_model(case)
         apply_sea_cache(model, SeaCacheConfig(raw_vision_callback=lambda *_: None))
@@ -195,13 +195,13 @@ def test_other_caches_are_refused_before_anything_is_computed() -> None:
     refuse(by_tokens, model, WAN)
     model.disable_cache()
     model.enable_cache(mag())
-    refuse("the model has a cache", model, WAN, verifies=True)
+    refuse("the model uses a step cache", model, WAN, verifies=True)
     sparse = SparseConfig(keep=0.5, block=4)
-    refuse("block-sparse attention and a cache", model, WAN, sparse=sparse)
+    refuse("block-sparse attention with a step cache", model, WAN, sparse=sparse)
     model = seeded_model(WAN)
     model.enable_cache(mag())
     denoise(model, steps_of(WAN, 2))
-    refuse("empty caches that were filled before parallelize", model, WAN)
+    refuse("by values from before parallelize: empty the cache first", model, WAN)
 
 
 @on_ranks(2)

@@ -389,7 +389,7 @@ def test_ranks_without_tokens_are_told_of_once_and_not_by_each_layer() -> None:
         for _ in range(2):
             model(**toy_inputs(text=0, image=BLOCK - 1))
     (said,) = heard
-    assert said.startswith("sparse: 1 blocks, 4 tokens to a rank at a time, leave some of 2")
+    assert said.startswith("sparse: 1 blocks, dealt 4 tokens at a time, leave some of 2")
 
 
 class Causal(nn.Module):
@@ -440,7 +440,7 @@ def test_refusals_on_all_ranks() -> None:
         ("the rule wrong gave a Tensor of shape (1, 2)", {"rule": wrong}),
         ('method "paper" moves keys', {"keep": 0.5, "method": "paper"}),
         ("kernel 'cpu_flash'", {"keep": 0.5, "kernel": "cpu_flash"}),
-        ("layer 2 is to be dense, and the model has", {"keep": 0.5, "dense_layers": (0, 2)}),
+        ("dense_layers names 2, but the model has", {"keep": 0.5, "dense_layers": (0, 2)}),
     ]
     for words, settings in in_a_pass:
         with split_toy(mesh, **settings) as (model, _):
@@ -454,13 +454,13 @@ def test_refusals_on_all_ranks() -> None:
         model(**inputs)
     pairs, floats = torch.ones(19, 19, dtype=torch.bool).tril(), torch.zeros(2, 1, 1, 19).double()
     for words, mask in (
-        ("is_causal=True: it takes masks of keys alone", None),
+        ("is_causal=True: it accepts only masks of keys", None),
         ("a mask of [1, 1, 19, 19], torch.bool", pairs),
         ("a mask of [2, 1, 1, 19], torch.float64", floats),
     ):
         model = Causal(mask)
         with parallelize(model, mesh=mesh, table=CAUSAL, sparse=SparseConfig(keep=0.5)):
-            expect(f"gives it {words}", model, inputs["image"])
+            expect(f"attention got {words}", model, inputs["image"])
     needs_text = replace(CAUSAL, nonempty=("image",))
     with parallelize(Causal(), mesh=mesh, table=needs_text, sparse=SparseConfig(keep=1)) as handle:
         words = "19 tokens of image, dealt 64 at a time, leave some of 2 ranks without any"
@@ -545,10 +545,10 @@ def save_and_use(path: Path, ring: int, ulysses: int) -> None:
                 same(model(**given), wanted, 1e-10, step)
         with split_toy(mesh, 6, 3, **CLUSTERS["rule"]) as (_, handle):
             target = path.with_name("clusters.npz")
-            refuse("Clusters are other blocks in each step", handle, target, inputs[0])
+            refuse("Clusters form new blocks in each step", handle, target, inputs[0])
         with split_toy(mesh, 6, 3, mass=0.6) as (_, handle):
             both = toy_inputs(text=5, image=19, batch=2)
-            refuse("samples of a batch see other blocks", handle, path, both)
+            refuse("samples of a batch see different blocks", handle, path, both)
             refuse("are an .npz file", handle, "masks.npy")
             refuse("cannot write masks to", handle, path.parent / "missing" / "x.npz")
             refuse("0 masks of shape (0, 0, 0), and 0 layers", handle, path)

@@ -198,8 +198,8 @@ def test_explain_predicts_seconds_and_gains() -> None:
         empty = HardwareProfile(device="empty")
         refusal = "the hardware profile of empty has no matmul_flops_per_s"
         assert refusal in raised_by(handle.explain, profile=empty, **inputs)[1]
-        assert "give it the inputs" in raised_by(handle.explain, profile=empty)[1]
-        assert "are for seconds: give a profile" in raised_by(handle.explain, **inputs)[1]
+        assert "give its inputs" in raised_by(handle.explain, profile=empty)[1]
+        assert "need a profile to predict time" in raised_by(handle.explain, **inputs)[1]
 
         def on(**numbers: Any) -> Any:
             profile = HardwareProfile(device="one", **fast | numbers)

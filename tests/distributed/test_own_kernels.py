@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "overlap": (partial(on_mesh, "out", 1, 2, overlap=True), "gives no log-sum-exp"),
     "ring of a bag": (partial(in_bags, "out", "g1r2n1"), "gives no log-sum-exp"),
     "parts of a mask": (partial(in_bags, "out", "g2n1", MIXED), "gives no log-sum-exp"),
-    "ring of a model": (partial(in_model, "out"), "say gives_lse=True"),
+    "ring of a model": (partial(in_model, "out"), "set gives_lse=True"),
     "mask": (
         partial(on_mesh, "out", 1, 2, attn_mask=torch.ones(1, 1, 16, 16).bool()),
         "kernel 'out' takes no mask (takes_mask=True says so)",
@@ -250,7 +250,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         (lambda: FunctionKernel("", out_alone), "give a name, and functions"),
         (lambda: FunctionKernel("one", "sdpa"), "give a name, and functions"),  # pyright: ignore
         (lambda: AttentionOptions(kernel=SDPA), "or give FunctionKernel(name, function)"),  # pyright: ignore
-        (lambda: one_rank(KERNELS["no gradient"]), "give it gradients=.."),
+        (lambda: one_rank(KERNELS["no gradient"]), "set its gradients=.."),
         (lambda: one_rank(FunctionKernel("one", whole)), "return out (1, 4, 3, 2), and with"),
         (lambda: one_rank(FunctionKernel("one", out_and_lse)), "return out (1, 4, 3, 2), and with"),
         (

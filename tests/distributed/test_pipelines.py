@@ -617,7 +617,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
         assert reason in text, text
 
     with parallelize(pipeline, guidance_degree=2, sparse=SparseConfig(keep=0.5)) as handle:
-        refuse("guidance groups compute some", handle.save_masks("masks.npz").__enter__)
+        refuse("a guidance group computes only some", handle.save_masks("masks.npz").__enter__)
     video = make_pipeline("wan")
     video.vae.enable_tiling()
     frames = "would put together a video of no frames"

@@ -363,7 +363,7 @@ WRONG: dict[str, Row] = {
     "mesh: other lengths": (
         on_mesh,
         both(layout=SequenceLayout((9,), 2, 1)),
-        "q has 3 tokens, and",
+        "q has 3 tokens, but",
     ),
     "mesh: other degrees": (on_mesh, both(layout=SequenceLayout((6,), 1, 2)), "on a mesh of 2 x 1"),
     "mesh: tokens": (on_mesh, both(layout=SequenceLayout((7,), 2, 1), tokens=4), "3 of 7"),

@@ -147,7 +147,7 @@ def refused() -> list[str]:
 def test_what_has_no_meaning_is_refused() -> None:
     wanted = [
         "with is_causal=False",
-        "a mask: windows and chunks take causal attention in one segment without a mask",
+        "a mask: windows, chunks and documents need causal attention in one segment",
         "2 documents of 5 tokens together, the shortest of 2, in 6",
         "sink is (3,): give a number for each of 2 heads",
         "kernel 'cpu_flash' has no soft cap of scores: use one of plain",

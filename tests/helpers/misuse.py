@@ -202,7 +202,7 @@ REFUSED: dict[str, Wrong] = {
     "block": (with_table(blocks={"layers.*": ("text",)}), "names 'layers.*', and Toy has no"),
     "argument": (with_inputs(img=Cut("image")), "names an argument 'img' of Toy"),
     "replicated": (with_table(replicated=("times",)), "names an argument 'times' of Toy"),
-    "segment": (with_inputs(image=Cut("pixels")), "'image', and cuts pixels, text"),
+    "segment": (with_inputs(image=Cut("pixels")), "'image', but cuts only pixels, text"),
     "segment of keys": (with_table(attends={"blocks.*.cross": Keys("words")}), "'words'"),
     "segment of a mask": (with_inputs(text_mask=Mask("words")), "'words'"),
     "older version": (older_version, "use the version of diffusers"),
@@ -211,11 +211,11 @@ REFUSED: dict[str, Wrong] = {
     "FSDP 1": (lambda: parallelize(fsdp_1(flux()), **SPLIT), "use fully_shard(model) (FSDP 2)"),
     "FSDP 1, compiled": (
         lambda: split(cast(Any, torch.compile(fsdp_1(make_toy())))),
-        "shards a Toy in a way that cannot be split",
+        "cannot split a Toy that FSDP 1 shards",
     ),
     "wrapper": (
         lambda: parallelize(nn.DataParallel(flux()), **SPLIT),
-        "for DataParallel, which holds a FluxTransformer2DModel: give that, its 'module'",
+        "for DataParallel, which holds a FluxTransformer2DModel: split that, its 'module'",
     ),
     "mesh, a text": (lambda: split(mesh="2x1"), "mesh is '2x1': give a DeviceMesh, \"auto\", an"),
     "mesh, a tuple": (lambda: split(mesh=(1, 2)), "mesh is (1, 2): give a DeviceMesh"),
@@ -228,7 +228,7 @@ REFUSED: dict[str, Wrong] = {
     "enter": (after_undo(lambda one: one.__enter__()), "undo() was called: call parallelize"),
     "undo within": (undo_within, "undo() within a forward pass of Toy"),
     "verify another": (lambda: split().verify(make_toy()), "Toy is not one of the models"),
-    "timed": (lambda: split().timed().__enter__(), "timed: a Toy alone was split"),
+    "timed": (lambda: split().timed().__enter__(), "timed: only a Toy was split"),
     "mode": (lambda: split().compile("fastest"), "mode 'fastest' is not one of"),  # pyright: ignore
     "tensors": (called(extra=toy_inputs()["text"]), "the tensors of extra"),
     "nested tensors": (called(extra=Extra([torch.ones(1)])), "the tensors of extra"),
@@ -236,10 +236,10 @@ REFUSED: dict[str, Wrong] = {
     "mask's length": (called(text_mask=torch.ones(2, 4)), "text_mask has 4 tokens"),
     "mask of pairs": (
         called(text_mask=torch.ones(2, 5, 5)),
-        "a mask of pairs of tokens of ['text'], and attention over ['text', 'image']",
+        "a mask of pairs of tokens of ['text'], but attention over ['text', 'image']",
     ),
     "block alone": (block_alone, "blocks.0 runs outside of the forward pass"),
-    "explain": (lambda: split().explain(), "run the model once"),
+    "explain": (lambda: split().explain(), "run the model, not compiled"),
     "cut too late": (
         called_with(inputs={"": {"text": Cut("text")}, "head": {"input": Cut("image")}}),
         "the length of image is not known yet",
@@ -470,7 +470,7 @@ ENDING: dict[str, Wrong] = {
     },
     "a time": (differently(time=lambda: toy_inputs()["time"] * 705 / 700), "values of time differ"),
     "noise": (differently(image=lambda: noisier(0.03)), "values of image differ"),
-    "rounding": (differently(image=lambda: noisier(1e-7)), "give an input_tolerance"),
+    "rounding": (differently(image=lambda: noisier(1e-7)), "set input_tolerance"),
     "text length": (differently(text=lambda: toy_inputs(text=4)["text"]), "disagree on"),
     "image length": (differently(image=lambda: toy_inputs(image=8)["image"]), "disagree on"),
     "a mask": (differently(text_mask=lambda: torch.ones(2, 5)), "disagree on"),

@@ -81,7 +81,7 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "said"),
     [
-        (Model(), PLAN, "no attention of diffusers"),
+        (Model(), PLAN, "no attention module of diffusers"),
         (
             Model(Block("attn"), refiner=Block("attn")),
             PLAN,
@@ -90,10 +90,10 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
         (Model(Block("attn1", "attn2", "attn3")), PLAN, "attn1, attn2, attn3 of blocks.0"),
         (Model(Blind("attn1", "attn2")), PLAN, "which tokens blocks.0.attn2 attends to"),
         (Model(Block("attn1", "attn2"), Block("attn")), PLAN, "some of its blocks attend"),
-        (Model(Block("attn")), {"proj_out": Out(1)}, "where the image is cut"),
-        (Model(Block("attn")), {"": {"hidden_states": In(1)}}, "where gathered"),
+        (Model(Block("attn")), {"proj_out": Out(1)}, "where to shard and gather"),
+        (Model(Block("attn")), {"": {"hidden_states": In(1)}}, "where to shard and gather"),
         (Model(Block("attn")), {**PLAN, "rope": [Out(1), Out(1)]}, "gathers several outputs"),
-        (Model(Block("attn")), {**PLAN, "rope": [In(1), In(2)]}, "the parts of 0 of 'rope' apart"),
+        (Model(Block("attn")), {**PLAN, "rope": [In(1), In(2)]}, "parts of 0 of 'rope' unlike"),
         (Model(Block("attn")), {**PLAN, "blocks.*.attn": Out(1)}, "gathers after blocks.0.attn"),
         (Model(Block("attn")), {**PLAN, "head": Out(1)}, "names 'head', and Model has no such"),
     ],

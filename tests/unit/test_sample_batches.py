@@ -54,10 +54,10 @@ def test_a_batch_is_cut_into_views_and_joined_again() -> None:
         (BATCH | {"img_shapes": [1, 2]}, "'img_shapes': 2"),
         (
             BATCH | {"timestep": np.ones(3)},
-            r"'timestep' is an array of numpy of the shape \(3,\): give",
+            r"'timestep' is a numpy array of shape \(3,\): give",
         ),
-        (BATCH | {"guidance": torch.ones(())}, "'guidance' of a batch is a tensor of one number"),
-        ({"img_ids": torch.zeros(4, 3), "return_dict": False}, r"by keyword, are \{\}"),
+        (BATCH | {"guidance": torch.ones(())}, "'guidance' of a batch is a tensor without a batch"),
+        ({"img_ids": torch.zeros(4, 3), "return_dict": False}, r"of a batch have \{\} samples"),
     ],
     ids=["two numbers", "a shorter list", "numpy", "one number", "no number"],
 )

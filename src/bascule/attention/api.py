@@ -1,6 +1,6 @@
 """Attention over a mesh of ranks, Ulysses by ring, exact for any shape.
 
-Ulysses gives the ranks of a row runs of tokens with some heads; rows pass keys around a ring.
+Ulysses ranks exchange tokens for heads; ring ranks pass keys and values around.
 
 Shapes: B batch, H query heads, K key-value heads, S tokens of the whole sequence, T tokens of this
 rank, D head width; R ring ranks, U Ulysses ranks.
@@ -47,7 +47,7 @@ from bascule.errors import ConfigError
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
-    """Take this rank's tokens of a tensor that every rank has. Differentiable, no communication.
+    """Take this rank's tokens from a tensor that every rank has. Differentiable, no communication.
 
     Raises:
         ConfigError: The tensor has another number of tokens than the layout.
@@ -64,7 +64,7 @@ def _check_tokens(
         raise ConfigError(f"{what}: give a dense tensor, not a {type(x).__name__}")
     _check_degrees(what, layout, mesh.degrees)
     if not is_int(dim) or not -x.dim() <= dim < x.dim():
-        raise ConfigError(f"{what}: dim={dim!r} of a tensor of shape {tuple(x.shape)}")
+        raise ConfigError(f"{what}: dim={dim!r}: give a dim of the shape {tuple(x.shape)}")
     if x.shape[dim] != num:
         raise ConfigError(
             f"{what}: dim {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, the layout has {num}"
@@ -75,16 +75,16 @@ def _check_degrees(what: str, layout: SequenceLayout, degrees: tuple[int, int]) 
     if (layout.ring_degree, layout.ulysses_degree) != degrees:
         raise ConfigError(
             f"{what}: a layout for {layout.ring_degree} x {layout.ulysses_degree} ranks on a "
-            f"mesh of {degrees[0]} x {degrees[1]} (ring x Ulysses)"
+            f"mesh of {degrees[0]} x {degrees[1]} (ring x Ulysses): give the mesh's degrees"
         )
 
 
 @shared("gather over a mesh")
 def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
-    """Gather the tokens of all ranks, in the order of the sequence, on every rank; one all-gather.
+    """Gather the tokens of all ranks on every rank, in the sequence's order, by one all-gather.
 
-    The gradient of a rank's tokens is the sum over the copies of all ranks, by one reduce-scatter:
-    gradients of parameters are right as the mean over ranks, which DDP and FSDP take.
+    The backward pass sums the gradients of all ranks' copies by one reduce-scatter. So the mean of
+    parameters' gradients over ranks, as in DDP and FSDP, is right.
 
     Raises:
         ConfigError: The tensor has another number of tokens than this rank has in the layout.
@@ -100,20 +100,20 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Settings of how tokens lie and travel, and of the kernel.
+    """Settings of attention over ranks: token layout, communication and kernel.
 
     Attributes:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
         kernel: Name of the block kernel, or your own. Default: the first that runs here.
-        comm_dtype: "int8" or "e4m3" sends rows at 8 bits: of Ulysses q, k, v and the output, of a
-            ring the keys and values of other ranks; see `measure_error`.
-            Gradients and replicated tokens travel as they are. Default: everything does.
-        overlap: True lets Ulysses exchange while it computes, in up to four more kernel calls, and
-            with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
-            8 bits, unless tokens are few.
-        scores: Windows, chunks and caps; the first two of causal attention in one segment. Default:
-            none of them.
-        documents: Tokens of each document of a causal segment, none of which sees another. Default:
+        comm_dtype: "int8" or "e4m3" sends rows in 8 bits: Ulysses' q, k, v and output, and the keys
+            and values in a ring; see `measure_error`. Gradients and replicated tokens keep their
+            dtype. Default: all keep it.
+        overlap: True overlaps Ulysses' exchanges with attention. This needs up to four more kernel
+            calls, and with a ring two more per round; not with zigzag. Default: on CPUs, without a
+            ring or 8 bits, unless tokens are few.
+        scores: Windows, chunks and caps; windows and chunks need causal attention in one segment.
+            Default: none.
+        documents: Tokens of each document in a causal segment; no document sees another. Default:
             one document.
 
     Raises:
@@ -144,7 +144,7 @@ class AttentionOptions:
 
     @property
     def is_packed(self) -> bool:
-        """True if kernels get parts of the sequence as sequences."""
+        """True if kernels get parts of the sequence as separate sequences."""
         return bool(self.documents) or (self.scores is not None and self.scores.is_near)
 
 
@@ -165,29 +165,29 @@ def attention(
     options: AttentionOptions = _DEFAULT,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attend exactly over tokens that are shared over a mesh; return (B, H, T, D) as q.
+    """Attend exactly over tokens that are sharded over a mesh; return (B, H, T, D) as q.
 
-    Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
-    backward; for replicated tokens one all-gather more, and one reduce-scatter backward. The first
-    call of a kind takes one all-gather more, in which ranks agree.
+    It costs two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice
+    that backward. Replicated tokens add one all-gather, and one reduce-scatter backward. The first
+    call of a kind adds one all-gather, in which ranks agree.
 
     Args:
         q: (B, H, T, D) queries of this rank's tokens, in the order of the layout's `shares`.
         k: (B, K, T, D) keys; H is a multiple of K.
         v: (B, K, T, D) values.
         mesh: The ranks.
-        attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
-            or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
-            key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
-            finite number, as finfo.min, attends as if none were (torch's own kernels differ there).
-        is_causal: True hides later tokens from each one, also where the mask shows them.
+        attn_mask: Mask of the whole sequence, the same on every rank: bool (True: seen), or numbers
+            to add to the scores, float32 or q's dtype. It broadcasts to (B, H, S, S), as (B, 1, 1,
+            S) for key padding. A token that sees nothing gives 0. If a finite number, as finfo.min,
+            hides all its keys, it attends as if none were hidden (torch's own kernels differ).
+        is_causal: True hides later tokens from each token, even where the mask shows them.
         scale: Factor of the scores. Default: D^-0.5.
         options: Settings that seldom change.
-        sink: (H,), one more score in each softmax, with a value of 0.
+        sink: (H,), one extra score in each head's softmax, for a value of 0.
 
     Raises:
         ConfigError: The shapes do not fit each other, the layout or the mesh.
-        CommError: The ranks disagree, or a rank did not come in time.
+        CommError: The ranks disagree, or a rank did not make the call in time.
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] > 1 and options.is_packed:
@@ -256,13 +256,13 @@ def _prepare(
         raise ConfigError(
             f"attention: {scores}, {len(documents)} documents, with is_causal={causal}, "
             f"{len(layout.segments)} segments, stripe={layout.stripe}, "
-            f"{'a' if mask is not None else 'no'} mask: windows and chunks take causal attention "
-            "in one segment without a mask, and so do documents; put them into a mask instead"
+            f"{'a' if mask is not None else 'no'} mask: windows, chunks and documents need causal "
+            "attention in one segment without a mask; put them into a mask instead"
         )
     if documents and (sum(documents) != layout.seq_len or min(documents) < 1):
         raise ConfigError(
             f"attention: {len(documents)} documents of {sum(documents)} tokens together, the "
-            f"shortest of {min(documents)}, in {layout.seq_len}: give lengths from 1 that add up"
+            f"shortest of {min(documents)}, in {layout.seq_len}: give lengths > 0 that add up to it"
         )
     if ranks.degrees == (1, 1):
         wire = None
@@ -304,7 +304,7 @@ def _operands(
 
 
 def enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Count key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
+    """Count key-value heads after repeating them until each Ulysses rank has one."""
     repeat = num_heads // num_kv_heads
     counts = [num_kv_heads * times for times in range(1, repeat + 1) if repeat % times == 0]
     return min([count for count in counts if count >= num_ranks])

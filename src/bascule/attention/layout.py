@@ -1,8 +1,8 @@
-"""Layouts: the tokens of a sequence that each rank of a mesh has follow from lengths alone.
+"""Layouts: which tokens of a sequence each rank of a mesh has; lengths alone decide this.
 
-Every segment (text, image) is cut into R pieces for the ring, as even as possible, and each piece
-is shared over U Ulysses ranks. All numbers stay symbolic where lengths are. Gathers of the tokens
-are operators of torch, for compilers; the mesh goes by its name.
+Every segment (text, image) is split into R pieces for the ring, as even as possible, and each piece
+is split over U Ulysses ranks. If lengths are symbolic, so are all numbers. Compilers need gathers
+of tokens to be torch operators, which find the mesh by its name.
 
 Shapes: S tokens of the whole sequence, T tokens that a rank answers for.
 """
@@ -34,9 +34,9 @@ _MANY = 8  # runs; graphs take more by an index, since parts compile one by one
 class SequenceLayout:
     """The tokens of every rank of R x U ranks.
 
-    With `zigzag` a segment is cut into 2 R pieces, of which ring rank r has the r-th from each
-    end: under a causal mask all ring ranks then have the same work. Eight tokens on two ring ranks,
-    a row a query (before it, its rank), and the pairs that each rank computes::
+    With `zigzag` a segment is split into 2 R pieces; ring rank r has the r-th piece from each end.
+    Then a causal mask gives all ring ranks the same work. The table shows eight tokens on two ring
+    ranks: a row shows a query's rank and keys, the last row the pairs that each rank computes::
 
         contiguous      zigzag          stripe=1
         0 #.......      0 #.......      0 #.......
@@ -49,10 +49,10 @@ class SequenceLayout:
         1 ########      0 ########      1 ########
         10 and 26       18 and 18       17 and 19
 
-    A replicated segment is on every rank, and so is its output; each of its tokens counts once as a
-    key, and its work is shared. The sum of its gradients over the ranks is the gradient.
+    Every rank has all of a replicated segment, and its output. Each of its tokens counts once as a
+    key, and ranks share its work. The sum of its gradients over the ranks is the gradient.
 
-    ConfigError: a stripe is combined with zigzag or replicated segments, or a number is negative.
+    ConfigError: A stripe is combined with zigzag or replicated segments, or a number is negative.
     """
 
     segments: tuple[int, ...]  # tokens of each part of the sequence
@@ -98,7 +98,7 @@ class SequenceLayout:
         return [_part(bound, num, p) for bound in self.bounds() for p in mine]
 
     def own(self, ring: int, ulysses: int) -> list[list[Run]]:
-        """Return the runs that one rank answers for, by segment; all ranks have each token once."""
+        """Return the runs that one rank answers for, by segment; no two ranks share a token."""
         if self.stripe:
             lengths = tuple([index(length) for length in self.segments])  # graphs have numbers
             sizes = lengths, self.stripe, self.fixed_turns, self.ring_degree, self.ulysses_degree
@@ -112,7 +112,7 @@ class SequenceLayout:
         return list(chain.from_iterable(self.own(ring, ulysses)))
 
     def shares(self, ring: int, ulysses: int) -> list[Run]:
-        """Return the runs in the sequence of a rank's tokens, in the order in which they lie."""
+        """Return the runs of a rank's tokens in the sequence, in the rank's order."""
         runs, bounds = self.own(ring, ulysses), self.bounds()
         for segment in self.replicated:
             runs[segment] = [bounds[segment]]
@@ -132,13 +132,13 @@ class SequenceLayout:
         return lens, _transposed(by_rank), _transposed(by_piece)
 
     def lying(self, ring: int) -> list[Run]:
-        """Return the runs in the sequence that a ring rank works on, in its order."""
+        """Return the runs in the sequence that a ring rank works on, in the rank's order."""
         if self.zigzag:
             return self.pieces(ring)
         return [run for u in range(self.ulysses_degree) for run in self.own_runs(ring, u)]
 
     def bounds(self) -> list[Run]:
-        """Return the run in the sequence of each segment."""
+        """Return the run of each segment in the sequence."""
         ends = list(accumulate(self.segments))
         return list(zip([0, *ends], ends, strict=False))
 
@@ -181,7 +181,7 @@ def _part(run: Run, num: int, number: int) -> Run:
 
 
 def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Tensor:
-    """Return places in the sequence of a ring rank's tokens, made anew for recorded graphs."""
+    """Return the positions of a ring rank's tokens; recorded graphs get a new tensor."""
     runs = layout.lying(ring) or [(0, 0)]
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
 
@@ -199,7 +199,7 @@ def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:
 
 
 def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: int) -> Tensor:
-    """Take the tokens that a rank answers for: of replicated segments, its share."""
+    """Take the tokens that a rank answers for; in replicated segments, its share."""
     if not layout.replicated:
         return x
     chosen: list[Run] = []
@@ -258,9 +258,9 @@ def replicated(x: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
 def gather_rows(
     x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int | None = None
 ) -> tuple[Tensor, bool]:
-    """Gather rows as `gather_tokens` does, unrecorded; return also whether all marks are equal.
+    """Gather rows as `gather_tokens` does, without autograd; return also whether marks are equal.
 
-    On a device, comparing marks would make the host wait: there unequal marks make the rows nan.
+    On a device, a comparison would make the host wait: there unequal marks make the rows nan.
     """
     runs, padded = _gathered_runs(layout)
     shape = padded, *x.shape[1:]

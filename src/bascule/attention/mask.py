@@ -21,16 +21,16 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The window, the chunks and the cap of an attention's scores; 0 is none.
+    """Limits attention scores by a window, by chunks or by a soft cap; 0 means none.
 
     Args:
-        window: In causal attention a token sees the last so many tokens, itself included.
-        chunk: In causal attention a token sees keys of its chunk alone; chunks are counted from the
-            start of its sequence or document.
-        cap: Scores become cap * tanh(score / cap), after their factor.
+        window: Number of tokens that a token sees in causal attention: the last ones and itself.
+        chunk: Tokens per chunk, counted from the start of the sequence or document: in causal
+            attention a token sees only keys of its own chunk.
+        cap: Scaled scores become cap * tanh(score / cap).
 
     Raises:
-        ConfigError: A number is no such number, or there are both a window and chunks.
+        ConfigError: A number is negative or not finite, or there are both a window and chunks.
     """
 
     window: int = 0
@@ -52,7 +52,7 @@ class Scores:
 
     @property
     def key(self) -> tuple[int, int, float]:
-        """The arguments; plain numbers in compiled code too, where the first may be symbols."""
+        """The arguments as plain numbers, even in compiled code, where they may be symbols."""
         return len(range(self.window)), len(range(self.chunk)), float(self.cap)
 
 
@@ -61,7 +61,7 @@ PLAIN = Scores()
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Sequences packed one after another: the queries of each see the keys of the same one.
+    """Sequences packed one after another: queries see only the keys of their own sequence.
 
     Bounds are on the device of the tokens, lengths on the host, so that kernels need not wait.
     """
@@ -74,7 +74,7 @@ class PackedSequences:
     def build(
         cls, seq_lens: Sequence[int], device: torch.device, kv_lens: Sequence[int] | None = None
     ) -> "PackedSequences":
-        """Leave out sequences without any token, since kernels disagree about them."""
+        """Build the type without empty sequences, because kernels disagree about them."""
         pairs = zip(seq_lens, seq_lens if kv_lens is None else kv_lens, strict=True)
         pairs = [pair for pair in pairs if pair != (0, 0)]
         queries, keys = zip(*pairs, strict=True) if pairs else ((), ())
@@ -117,9 +117,9 @@ class BlockTables:
 
 @dataclass(frozen=True, eq=False)
 class BlockRows:
-    """A block-sparse mask, by rows: the key blocks that each query block sees, one token or more.
+    """A block-sparse mask: the key blocks that each query block sees. No block is empty.
 
-    Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads.
+    Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) hold the blocks of all samples and heads.
     """
 
     q_bounds: Ints  # (Q + 1,) bounds of the query blocks among the queries

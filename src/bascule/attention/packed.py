@@ -52,7 +52,7 @@ class Bag:
 
     @classmethod
     def of(cls, plan: Plan, group: RankGroup, device: torch.device) -> "Bag":
-        """Return the bag of this rank in a plan for a group, of which its groups are parts."""
+        """Return the bag of this rank in a plan; the bag's groups are parts of `group`."""
         rank = group.rank
         topology, lens = plan.topology, plan.bag_lens(rank)
         bag, ring_rank, _, degree = topology.place_of(rank)
@@ -105,7 +105,7 @@ class Bag:
 
     @cached_property
     def context_tiles(self) -> list[Tile]:
-        """Pair the tokens of this rank with all of the context of their sequence."""
+        """Pair this rank's tokens with all cross-attention tokens of their sequence."""
         local, contexts = self.chunk_lens[self.mesh.place[1]], self.context_lens.tolist()
         tiles, first = list[Tile](), 0
         for run in np.split(local, self.pieces.num_runs):
@@ -178,7 +178,7 @@ def attend_packed(
     tiles = [[Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))]]
     if scores.is_near:
         if not causal:
-            raise ConfigError(f"attend_packed: {scores} takes causal=True")
+            raise ConfigError(f"attend_packed: {scores} needs causal=True")
         lens = np.array(seqs.seq_lens)
         pieces = Pieces(lens[None], 1, None, seqs.device)
         tiles = pieces.tiles(Masks.alike(lens, causal=True), scores)
@@ -202,19 +202,19 @@ def check(
     v: Tensor,
     cap: float = 0.0,
 ) -> None:
-    """Refuse what `attend` cannot do in this bag, or in others, which this rank would wait for."""
+    """Refuse what `attend` cannot compute in this bag, or in bags that this rank waits for."""
     packed_kernel(kernel, q, cap)
     check_shapes(bag, q, k, v)
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
     if num_kv_heads < degree:
         raise ConfigError(
-            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads, one a rank: use "
-            f"bags of at most {num_kv_heads} ranks, or rings, as {topology.for_heads(num_kv_heads)}"
+            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads, each needs 1: "
+            f"use at most {num_kv_heads} ranks, or rings, as {topology.for_heads(num_kv_heads)}"
         )
 
 
 def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | None = None) -> None:
-    """Refuse shapes that do not fit; `num_keys` is None unless keys are of contexts."""
+    """Refuse shapes that do not fit; `num_keys` is None except in cross-attention."""
     tokens = bag.tokens[bag.mesh.place[1]]
     what = "attend" if num_keys is None else "attend_contexts"
     for x in (q, k, v):
@@ -226,7 +226,7 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | N
             "heads, head_dim) each, k and v alike"
         )
     if q.shape[0] != tokens or k.shape[0] != (tokens if num_keys is None else num_keys):
-        keys = "" if num_keys is None else f", and {num_keys} of contexts"
+        keys = "" if num_keys is None else f", and {num_keys} of cross-attention"
         raise ConfigError(
             f"{what}: q has {q.shape[0]} tokens, k {k.shape[0]}; the plan has {tokens} here{keys}"
         )
@@ -237,7 +237,7 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | N
 
 
 def traffic(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> Traffic:
-    """Return the bytes that this rank sends to others in the forward of one `attend`."""
+    """Return the bytes that this rank sends to others in the forward pass of one `attend`."""
     num_kv_heads, head_dim = k_CKD.shape[1:]
     return Traffic.of_attention(
         HeadShares.split(num_kv_heads, bag.degree),

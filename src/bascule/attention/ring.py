@@ -68,7 +68,7 @@ class AttentionCall:
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys of the whole ring: new (B, H, Sq, D) and its LSE; no autograd."""
+    """Attend to the keys of the whole ring; return out (B, H, Sq, D) and its LSE. No autograd."""
     if _is_one_tile(tiles) and q.numel() and k.numel():
         out, lse = call.kernel.forward(q, k, v, tiles[0][0].mask, call.scale)
         return out.to(q.dtype), lse
@@ -246,7 +246,7 @@ def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Ca
 def overlapped_forward(
     xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `usp.forward` of (B, T, heads, D) q, k and v while rows travel; output as q."""
+    """Compute `usp.forward` from (B, T, heads, D) q, k and v while rows travel; output as q."""
     heads, wire = call.heads, call.wire
     assert heads is not None
     local = heads.own_tokens

@@ -69,9 +69,9 @@ _of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 
 
 def cached_by_mask(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives for a mask, called once a key while the mask keeps its values.
+    """Return `make()` for a mask, called once per key while the mask keeps its values.
 
-    `make` is called each time while CUDA captures a graph, and for inference tensors on devices.
+    It is called every time while CUDA captures a graph, and for inference tensors on devices.
     """
     if mask is None or is_fake(mask) or not (mask.is_cpu or _is_cached_on_device(mask)):
         return make()
@@ -96,7 +96,7 @@ def _values(mask: Tensor) -> Tensor:
 
 
 def digest_of(mask: Tensor) -> str:
-    """Return text that tells masks apart: of large ones sum and samples, on devices the shape."""
+    """Return text that tells masks apart: large masks' sum and samples; the shape on devices."""
     if not mask.is_cpu:
         return str(tuple(mask.shape))
     values = mask.detach().view(INTEGERS[mask.element_size()])
@@ -122,7 +122,7 @@ def tiles_of(
     """Return, by ring rank, which of its keys the queries of this rank see.
 
     `mask` is (B or 1, H or 1, S or 1, S or 1) of the whole sequence: bool, or added to the scores;
-    `q` has the dtype and device of the queries. Windows, chunks and documents take one causal
+    `q` has the dtype and device of the queries. Windows, chunks and documents need one causal
     segment.
     """
     if scores.is_near or documents:
@@ -159,7 +159,7 @@ def tiles_of(
 class Pieces:
     """The tokens of packed sequences on each rank of a ring: a run of each sequence in ring order.
 
-    Or an early run and a late one, of which the late ones follow each other in reverse.
+    With zigzag, a rank has an early and a late run of each; late runs are in reverse ring order.
     """
 
     lens: Ints  # (R, n) tokens of each run on each ring rank: the early runs, then the late ones

@@ -1,12 +1,12 @@
-"""Attention of tokens that are shared over ranks: one forward, one backward, recorded once.
+"""Attention of tokens that are sharded over ranks: one forward, one backward, recorded once.
 
 Ulysses brings all tokens of some heads to a rank, the ring passes keys and values on, and Ulysses
-takes the output back (USP, arXiv:2405.07719). Autograd records it as one function; compilers, and
-checkpoints that choose what to keep, as one operator, which costs the host three times as much.
-An operator finds its call by two arguments. `call` is text, constant in a graph: the mesh, how
-tokens lie, and settings. `sizes` = [S, own query heads, own key heads, *rest], whose second and
-third are 0 where heads are unshared, may be symbols; the rest is the segment lengths of a mesh, or
-[number of a step].
+takes the output back (USP, arXiv:2405.07719). Autograd records one function. Compilers and
+selective checkpoints record one operator, which costs the host three times as much. An operator
+finds its call by two arguments. `call` is a text, constant in a graph: mesh, token layout and
+settings. `sizes`, which may be symbols, is [S, own query heads, own key heads, *rest]; both head
+counts are 0 if ranks do not share heads. `rest` is the segment lengths of a mesh, or [number of a
+step].
 
 Shapes: B batch, T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head
 width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
@@ -48,7 +48,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(what: str, q: Any, k: Any, v: Any, mask: Any = None) -> None:
-    """Refuse tensors that no attention takes, whatever their shapes."""
+    """Refuse tensors whose type, layout, dtype or device no attention supports."""
     for x in (q, k, v) if mask is None else (q, k, v, mask):
         if not isinstance(x, Tensor):
             raise ConfigError(f"{what}: q, k, v or the mask is a {type(x).__name__}: give tensors")
@@ -94,7 +94,7 @@ def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
 
 
 def positive_scale(head_dim: int, scale: float | None) -> float:
-    """Return the factor that `with_positive_scale` leaves."""
+    """Return the scale that `with_positive_scale` returns."""
     if scale is None:
         return head_dim**-0.5
     return scale if scale > 0 else 1.0
@@ -128,7 +128,7 @@ class _Settings(NamedTuple):
 def new_call(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Make the call over a mesh that a text describes; all ranks agree on it."""
+    """Make the call over a mesh that a text describes, after all ranks agreed on it."""
     placed, _, text = name.partition("\n")[2].rpartition("\n")
     (mesh, layout), settings = layout_on(placed, sizes[3:]), _Settings(**literal_eval(text))
     _agree(mesh, layout, settings, q, k, mask)
@@ -195,7 +195,7 @@ def _agree(
         if q.shape[2] == wanted:
             return text, None
         return text, ConfigError(
-            f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
+            f"attention: q has {q.shape[2]} tokens, but the layout gives this rank {wanted} of "
             f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
         )
 
@@ -364,7 +364,7 @@ def _by_head(x: Tensor) -> Tensor:
 def find_call(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Return the call of a text, made at its first use: of a step by its number, or of a mesh."""
+    """Return the call that a text names: of a mesh, made at first use, or of a numbered step."""
     if not name.startswith("mesh"):
         return this_world().find(sizes[3]).find_call(name, q, k, v)
     key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, signature(mask)

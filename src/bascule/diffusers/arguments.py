@@ -1,7 +1,7 @@
-"""Arguments of modules: their names, the tensors among them, and a comparison over ranks.
+"""Arguments of modules: find their names and tensors, and compare them over ranks.
 
-Tensors are compared by fingerprints in float64: the norm, and products with waves of a few lengths.
-Another value or order changes these; another kind of GPU only sums in another order.
+Ranks compare float64 fingerprints of tensors: the norm, and products with waves of a few lengths.
+Other values or another order change a fingerprint; another kind of GPU only changes its rounding.
 """
 
 import inspect
@@ -30,7 +30,7 @@ _NUM_INPUTS = 32  # fingerprints that fit into the first all-gather
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's arguments, in order; of a wrapper's child for `*args`."""
+    """Return the names of a module's arguments in order; a wrapper with `*args` has its child's."""
     return tuple(_parameters(module))
 
 
@@ -52,15 +52,15 @@ def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor, or holds one in containers."""
+    """Return whether a value is a tensor, or a container with tensors."""
     return any(isinstance(leaf, Tensor) for _, leaf in leaves(value))
 
 
 class SameInputs:
-    """A comparison of a model's inputs over ranks, at the first call of each signature in a run.
+    """Compares a model's inputs over ranks, at the first call of each signature in a run.
 
-    A split pipeline announces its runs. In other calls, as of another pipeline with the same model,
-    `Steps` finds where a run begins. While a model trains, its steps are one run.
+    A split pipeline announces its runs. If another pipeline calls the same model, `Steps` detects
+    where a run begins. All steps of a training count as one run.
     """
 
     def __init__(self, model: nn.Module, tolerance: float) -> None:
@@ -69,18 +69,18 @@ class SameInputs:
         self._steps: Steps | None = Steps()
 
     def restart(self) -> None:
-        """Begin a run, until `end`: its first calls are compared again."""
+        """Begin a run, which lasts until `end`: compare its first calls again."""
         self.seen.clear()
         self._steps = None
 
     def end(self) -> None:
-        """End a run: later runs are not announced."""
+        """End the announced run: `Steps` detects later runs."""
         self._steps = Steps()
 
     def comparison(
         self, group: RankGroup, inputs: Mapping[str, Any], signature: object
     ) -> Callable[[], None] | None:
-        """Return a function that compares these inputs if their signature or the run is new."""
+        """Return a function that compares these inputs; None if this run compared such inputs."""
         is_training = self._model.training and torch.is_grad_enabled()
         if self._steps is not None and not is_training and self._steps.may_begin_run(inputs):
             self.seen.clear()
@@ -95,9 +95,9 @@ _TIMES = "timestep", "timesteps", "t", "sigma", "time"  # names of arguments
 
 
 class Steps:
-    """The denoising steps of unannounced calls, which show where a run begins.
+    """Detects where a run of denoising steps begins, from calls that nothing announced.
 
-    In a run, times go one way, and tensors that two steps share stay the same objects.
+    In a run, timesteps only rise or only fall, and tensors that steps share are the same objects.
     """
 
     def __init__(self) -> None:
@@ -107,9 +107,9 @@ class Steps:
         self._varying = set[str]()  # names of tensors that differ between steps
 
     def may_begin_run(self, inputs: Mapping[str, Any]) -> bool:
-        """Take a call; return False if no tensor is new, or from the third step on.
+        """Record a call; return False if no tensor is new, or from the third step of a run on.
 
-        A second step may be the first one of another run, as of a model that takes one step.
+        The second step may begin another run, because a run may have only one step.
         """
         tensors, new = dict[str, Tensor](), set[str]()
         for argument, value in inputs.items():
@@ -170,7 +170,7 @@ class Fingerprint:
 
 
 def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
-    """Refuse inputs that differ between ranks, by one small all-gather."""
+    """Refuse inputs that differ between ranks; costs one small all-gather."""
     gathered = agree(
         group.control or group,
         {"names, shapes, dtypes and numbers of inputs": local.described},
@@ -184,16 +184,16 @@ def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
     if places.size:
         place = int(places.min())
         raise CommError(
-            f"{what}: the values of {local.names[place]} differ between ranks, of ranks "
-            f"{sorted(group.ranks[rank] for rank in ranks[places == place])} from those of rank "
-            f"{group.ranks[0]}: seed random numbers alike; in another pipeline with this model, "
-            "call handle.add(pipeline), or give it a seeded generator; for unlike GPUs, give an "
-            "input_tolerance; for inputs of each rank's own, a data_degree"
+            f"{what}: the values of {local.names[place]} differ between ranks: ranks "
+            f"{sorted(group.ranks[rank] for rank in ranks[places == place])} differ from rank "
+            f"{group.ranks[0]}: use one seed on all ranks; if another pipeline has this model, "
+            "call handle.add(pipeline), or give it a seeded generator; for unlike GPUs, set "
+            "input_tolerance; if ranks need different inputs, set data_degree"
         )
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield tensors and other values by their path in containers."""
+    """Yield the path and value of each tensor or plain value in nested containers."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, list | tuple):

@@ -17,15 +17,15 @@ _NO_MASK = "flash", "sage", "aiter", "native_flash", "native_npu"  # prefixes of
 def backend_kernel(name: str) -> FunctionKernel:
     """Return an attention back end of diffusers as a kernel, for `parallelize(kernel=..)`.
 
-    It is called through diffusers' dispatcher. Ulysses takes any; a ring takes back ends that
-    return an LSE (B, H, S) and were registered with `supports_context_parallel=True`, and computes
-    gradients by a kernel of bascule.
+    The kernel calls diffusers' dispatcher. Ulysses accepts any back end. A ring needs one that
+    returns an LSE (B, H, S) and was registered with `supports_context_parallel=True`; a kernel of
+    bascule then computes the gradients.
 
     Args:
         name: A name for `set_attention_backend`, or of a back end that you registered.
 
     Raises:
-        ConfigError: There is no such back end, or this machine lacks what it needs.
+        ConfigError: diffusers has no such back end, or it cannot run on this machine.
     """
     diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
     registry = diffusers._AttentionBackendRegistry
@@ -95,7 +95,7 @@ def _gradients(
 
 
 def chosen_backend(models: Iterable[nn.Module]) -> FunctionKernel | None:
-    """Return the back end set for models or all of diffusers, None for torch's; refuse several."""
+    """Return the back end that models or all of diffusers use, None for torch's; refuse several."""
     modules = (module for model in models for module in model.modules())
     processors: list[Any] = [getattr(module, "processor", None) for module in modules]
     names = {
@@ -110,17 +110,17 @@ def chosen_backend(models: Iterable[nn.Module]) -> FunctionKernel | None:
     others = [name for name in plain if "native" not in name]  # than torch's
     if len(plain) > 1 and others:
         raise ConfigError(
-            f"parallelize: modules have the attention back ends {', '.join(plain)}, and attention "
-            "over ranks has one: call set_attention_backend of the model with one of them"
+            f"parallelize: modules have the attention back ends {', '.join(plain)}, but attention "
+            "over ranks needs the same one in all: call model.set_attention_backend(..) with it"
         )
     return backend_kernel(others[0]) if others else None
 
 
 def check_merges(kernel: Kernel | None, ring_degree: int, overlap: bool | None) -> None:
-    """Refuse a kernel without LSE where parts of attention are merged by their LSE."""
+    """Refuse a kernel that returns no LSE if a ring or `overlap` needs it to merge parts."""
     if isinstance(kernel, FunctionKernel) and not kernel.gives_lse and (ring_degree > 1 or overlap):
         where = f"ring_degree={ring_degree}" if ring_degree > 1 else "overlap=True"
         raise ConfigError(
-            f"parallelize: kernel {kernel.name!r} gives no log-sum-exp, by which {where} merges "
-            "parts of attention: use ulysses_degree alone, or a kernel that returns one"
+            f"parallelize: kernel {kernel.name!r} gives no log-sum-exp, but {where} needs it to "
+            "merge parts of attention: use ulysses_degree alone, or a kernel that returns it"
         )

@@ -48,13 +48,13 @@ def check_sample(sample: Sample, required: Collection[str], table: SplitTable) -
         if isinstance(value, Tensor):
             if value.shape[dim : dim + 1] != (1,):
                 raise ConfigError(
-                    f"{name!r} has the shape {tuple(value.shape)}: give what the model takes for a "
+                    f"{name!r} has the shape {tuple(value.shape)}: give the model's shape for a "
                     f"batch of one, ({'.., ' * dim}1, ..)"
                 )
         elif holds_tensors(value) and not (isinstance(value, list) and name in table.listed):
             raise ConfigError(
-                f"{name!r} is a {type(value).__name__} that holds tensors whose batch dim "
-                "is unknown: give tensors (1, ..), or name it in a table's `unbatched` or `listed`"
+                f"{name!r} is a {type(value).__name__} of tensors whose batch dim is unknown: "
+                "give tensors (1, ..), or name it in `unbatched` or `listed` of a split table"
             )
         elif isinstance(value, list) and len(value) != 1:
             raise ConfigError(
@@ -63,7 +63,7 @@ def check_sample(sample: Sample, required: Collection[str], table: SplitTable) -
 
 
 def form_of(sample: Sample, table: SplitTable, device: torch.device) -> int:
-    """Return a number that samples share if they fit into one batch."""
+    """Return a number that is equal for samples that fit into one batch."""
     shapes = {
         name: mapped(x, lambda leaf: (str(leaf.dtype), *leaf.shape))
         for name, x in sorted(sample.items())
@@ -87,21 +87,21 @@ def batch_of(samples: Sequence[Sample], table: SplitTable) -> Sample:
 
 
 def samples_in(batch: Sample, table: SplitTable) -> list[Sample]:
-    """Cut a batch into its samples, the inverse of `batch_of`; tensors are views."""
+    """Split a batch into its samples, the inverse of `batch_of`; tensors are views."""
     sizes: dict[str, int] = {}
     for name in (key for key in batch if key not in table.unbatched):
         value, dim = batch[name], table.batch_dims.get(name, 0)
         _refuse_array(name, value)
         if isinstance(value, Tensor) and value.dim() <= dim:
             raise ConfigError(
-                f"{name!r} of a batch is a tensor of one number: give (batch, ..), or a number"
+                f"{name!r} of a batch is a tensor without a batch: give (batch, ..), or a number"
             )
         if isinstance(value, Tensor | list):
             sizes[name] = len(value) if isinstance(value, list) else value.shape[dim]
     if len(set(sizes.values())) != 1:
         raise ConfigError(
-            f"the samples of a batch, by keyword, are {dict(sorted(sizes.items()))}: give tensors "
-            "(batch, ..) of as many, and name what has no batch in the `unbatched` of a table"
+            f"arguments of a batch have {dict(sorted(sizes.items()))} samples: give tensors "
+            "(batch, ..) of one batch, and name arguments without it in a table's `unbatched`"
         )
     (num_samples,) = set(sizes.values())
 
@@ -117,7 +117,7 @@ def _refuse_array(name: str, value: Any) -> None:
     """Refuse an array of numpy, which would be passed on whole like a plain value."""
     if isinstance(value, np.ndarray):
         raise ConfigError(
-            f"{name!r} is an array of numpy of the shape {value.shape}: give torch.from_numpy(..)"
+            f"{name!r} is a numpy array of shape {value.shape}: give torch.from_numpy(..) of it"
         )
 
 
@@ -136,22 +136,22 @@ class _Measured:
 
 
 class BalancedModel:
-    """A model of diffusers, trained in balance on samples of any shape.
+    """Trains a diffusers model on samples of any shape, with balanced work on all ranks.
 
-    A sample is computed by another rank, or by a bag of ranks that split it as `parallelize` does.
-    Other calls of the model are as before. All ranks make it at the same point, with one model.
+    Another rank computes a sample, or a bag of ranks that split it as `parallelize` does. Other
+    calls of the model work as before. All ranks create it at the same point, for the same model.
 
     Attributes:
-        handle: `undo()`, `checkpoint`, and, without DDP or FSDP, `average_gradients()`.
+        handle: Has `undo()`, `checkpoint`, and, without DDP or FSDP, `average_gradients()`.
 
     Args:
         model: The transformer; plain, in DistributedDataParallel, or sharded by FSDP2.
-        parallel: The ranks, the bags and the costs. A TransformerCost without a number of heads
-            gets the model's.
-        length_fn: Tokens of a sample, as the model attends to them; at least one.
-        weight_fn: Weight of a sample in the mean of the losses, a whole number. Default: 1.
-        max_tokens: Most tokens of a forward pass on a rank; a longer sample goes alone. Default:
-            a rank's samples of a shape share one pass.
+        parallel: Sets ranks, bags and costs. If its TransformerCost has no number of heads, it gets
+            the model's.
+        length_fn: Returns the number of tokens of a sample that the model attends to, at least 1.
+        weight_fn: Returns a sample's weight in the mean loss, a whole number. Default: 1.
+        max_tokens: Most tokens in a forward pass of a rank; a longer sample gets its own pass.
+            Default: all samples of a rank with the same shape share one pass.
         table: A split table, or a plan of diffusers. Default: see `parallelize`.
 
     Raises:
@@ -207,10 +207,10 @@ class BalancedModel:
         return self._step
 
     def samples_of(self, **batch: Any) -> list[Sample]:
-        """Return the samples of a batch of one shape, as views.
+        """Split a batch of one shape into its samples, as views.
 
-        A batch has the arguments of the model and of the loss: tensors (batch, ..) and lists with
-        an entry for each sample are cut; every sample gets other values as they are.
+        A batch holds the arguments of the model and of the loss. Tensors (batch, ..) and lists with
+        an entry for each sample are split; every sample gets all other values unchanged.
         """
         with self._failing_together():
             return samples_in(batch, self._table)
@@ -222,20 +222,20 @@ class BalancedModel:
         """Return this rank's forward passes of an optimizer step, for `train_step`.
 
         Samples move to the ranks that compute them; samples of one shape share a forward pass.
-        Gradients, averaged over ranks (with `gradients="sum"`, summed), equal those of the weighted
-        mean of all samples' losses. The results of `train_step` also average to that mean.
-        Two small gathers and one all-to-all. Where no rank has a sample, there are no passes.
+        The mean of gradients over ranks (with `gradients="sum"`, their sum) is the gradient of the
+        weighted mean of all samples' losses. The results of `train_step` average to that mean.
+        Costs two small gathers and one all-to-all. If no rank has a sample, the list is empty.
 
         Args:
-            samples: Samples that this rank loaded, or none. Each has the arguments of the model for
-                a batch of one, and of the loss, as noise and times.
-            loss_fn: Loss of each sample, (batch,), or element, (batch, ..), from output and batch.
-                Several outputs of a model, as video and audio, are a tuple. All ranks of a bag call
-                it, so it must not draw random numbers.
+            samples: Samples that this rank loaded, or none. Each holds the model's arguments for a
+                batch of one, and the loss's arguments, such as noise and timesteps.
+            loss_fn: Computes from output and batch the loss of each sample, (batch,), or element,
+                (batch, ..). Several outputs, such as video and audio, are a tuple. All ranks of a
+                bag call it, so it must not draw random numbers.
 
         Raises:
-            ConfigError: A sample is wrong (on all ranks).
-            PlanError: The limits cannot be met (on all ranks).
+            ConfigError: A sample is wrong; raised on all ranks.
+            PlanError: No plan meets the limits; raised on all ranks.
         """
         parallel = self._parallel
         with self._failing_together():
@@ -347,8 +347,8 @@ class BalancedModel:
     ) -> Tensor:
         if self._wrapper is not None and model is not self._wrapper:
             raise ConfigError(
-                f"train_step with a {type(model).__name__}: give it the DistributedDataParallel "
-                "that the BalancedModel was made with, which averages gradients"
+                f"train_step with a {type(model).__name__}: give it the DistributedDataParallel of "
+                "the BalancedModel, which averages gradients"
             )
         batch = batch_of(samples, self._table)
         names = parameters_of(self._split.model)
@@ -359,8 +359,8 @@ class BalancedModel:
         losses = loss_fn(output[0] if is_one else output, batch)
         if losses.shape[:1] != (len(samples),):
             raise ConfigError(
-                f"loss_fn gave the shape {tuple(losses.shape)} for {len(samples)} samples: give "
-                f"the loss of each sample or element, ({len(samples)}, ..), before any mean"
+                f"loss_fn gave the shape {tuple(losses.shape)} for {len(samples)} samples: return "
+                f"the loss of each sample or element, ({len(samples)}, ..), without a mean"
             )
         wide = losses.to(torch.promote_types(losses.dtype, torch.float32))
         wide = wide.reshape(len(samples), -1).mean(1)

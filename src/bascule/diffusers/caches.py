@@ -1,8 +1,8 @@
 """Step caches of diffusers, for ranks that share a sequence and for guidance groups.
 
-A cache skips blocks, or their attention. All ranks must skip the same, or some wait for others.
-Caches that count steps do. The first-block cache compares tokens, so ranks sum its norms. Caches
-that decide by other values of one rank, or by other calls of a guidance group, are refused.
+A cache skips blocks, or their attention. All ranks must skip the same blocks, or some would wait
+for others. Caches that count steps do so. The first-block cache compares tokens, so ranks sum its
+norms. Caches that look at other values of one rank, or at a guidance group's calls, are refused.
 """
 
 import weakref
@@ -35,7 +35,7 @@ _SEE_ALL = "faster_cache", "fbc_", "sea_cache"  # prefixes of hooks that see all
 
 
 class Caches:
-    """The step caches of a split model, and the blocks that attended since one is on."""
+    """The step caches of a split model, and the blocks that attended since a cache is on."""
 
     def __init__(
         self, model: nn.Module, table: SplitTable, group: Callable[[], RankGroup | None]
@@ -47,22 +47,22 @@ class Caches:
         self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
     def any_used(self, modules: Iterable[nn.Module], is_shared: bool) -> bool:
-        """Return whether a cache may skip blocks; refuse hooks that look at one rank's tokens."""
+        """Return whether a cache may skip blocks; refuse hooks that see only one rank's tokens."""
         kind, hooks = type(self._model).__name__, hooks_of(self._model, modules)
         for name, module, hook in hooks if is_shared else ():
             hook_name = type(hook).__name__
             if hook._is_stateful and not _is_alike(name, hook, self._table):
                 raise ConfigError(
-                    f"{kind} over ranks, with a cache ({hook_name}) that decides by the tokens of "
-                    "a rank what it leaves out: call disable_cache(), or take TaylorSeer, "
+                    f"{kind} over ranks: its cache ({hook_name}) would decide by one rank's tokens "
+                    "which blocks it skips: call disable_cache(), or use TaylorSeer, "
                     "MagCache, FasterCache, PyramidAttentionBroadcast or FirstBlockCache"
                 )
             is_random = 0.0 < getattr(hook, "dropout", 0.0) < 1.0
             is_known = hook._is_stateful or type(hook).__module__.rpartition(".")[2] in _HARMLESS
             if module is not self._model and (is_random or not is_known):
                 raise ConfigError(
-                    f"{kind} over ranks, with the hook {hook_name} on a {type(module).__name__}, "
-                    "which would see only one rank's tokens: remove it, or call undo() first"
+                    f"{kind} over ranks: the hook {hook_name} on a {type(module).__name__} "
+                    "would see only one rank's tokens: remove it, or call undo() first"
                 )
         if is_shared and "_is_cached" in vars(self._model):
             raise _cache_dit_error(self._model)
@@ -75,8 +75,8 @@ class Caches:
             return
         if is_sparse:
             raise ConfigError(
-                f"{type(self._model).__name__} with block-sparse attention and a cache of steps: "
-                "call disable_cache(), or leave out sparse"
+                f"{type(self._model).__name__} cannot combine block-sparse attention with a step "
+                "cache: call disable_cache(), or leave out sparse"
             )
         if not was_on:
             self._have_attended.clear()
@@ -98,11 +98,11 @@ class Caches:
         elif is_sparse:
             raise ConfigError(
                 f"{name} did not call F.scaled_dot_product_attention, which block-sparse attention "
-                "counts: set_attention_backend('native'), remove hooks that skip it, or sparse"
+                "needs: set_attention_backend('native'), remove hooks that skip it, or drop sparse"
             )
         elif self.is_on and name not in self._have_attended:
             raise ConfigError(
-                f"a cache left out {name}: empty caches that were filled before parallelize"
+                f"a cache skipped {name}, by values from before parallelize: empty the cache first"
             )
 
     def leave(self) -> None:
@@ -139,15 +139,15 @@ def branch_of(
     num_parts: int,
     num_groups: int,
 ) -> str | None:
-    """Return a cache's name for a call's guidance branch, or None; `forward` is without hooks."""
+    """Return the name that a cache gives a call's guidance branch; `forward` has no hooks."""
     if "_is_cached" in vars(model):
         raise _cache_dit_error(model)
     owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
     module = getattr(forward, "__module__", None)
     if module != owner.__module__:
         raise ConfigError(
-            f"{type(model).__name__} with guidance over ranks and a forward of {module} in place "
-            f"of that of {owner.__module__}, which may cache values from call to call, as TeaCache "
+            f"{type(model).__name__} has a forward of {module}, not of {owner.__module__}; for "
+            "guidance over ranks it must not cache values between calls, as TeaCache "
             "does: use guidance_degree=1, or a subclass if it caches nothing"
         )
     for name, _, hook in hooks_of(model, modules):
@@ -161,8 +161,8 @@ def branch_of(
             reason = "keeps one state for all guidance branches"
         if reason is not None:
             raise ConfigError(
-                f"{type(model).__name__} with guidance over ranks and a cache "
-                f"({type(hook).__name__}) that {reason}: use guidance_degree=1, TaylorSeer or "
+                f"{type(model).__name__}, guidance over ranks: its cache "
+                f"({type(hook).__name__}) {reason}: use guidance_degree=1, TaylorSeer or "
                 "MagCache, or call disable_cache()"
             )
         context = None if manager is None else manager._context
@@ -173,8 +173,8 @@ def branch_of(
 
 def _cache_dit_error(model: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{type(model).__name__} over ranks, with the cache of cache-dit, which decides by one "
-        "rank's tokens: call cache_dit.disable_cache(pipeline), or take a cache of diffusers"
+        f"{type(model).__name__} over ranks: the cache of cache-dit would decide by one rank's "
+        "tokens: call cache_dit.disable_cache(pipeline), or use a cache of diffusers"
     )
 
 

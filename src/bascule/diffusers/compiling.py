@@ -22,7 +22,7 @@ _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-n
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters; the host without any, or if they are offloaded."""
+    """Return the device of a model's parameters; the CPU if it has none or they are offloaded."""
     first = next(model.parameters(), None)
     if first is None or first.device.type == "meta":
         return torch.device("cpu")
@@ -32,8 +32,8 @@ def device_of(model: nn.Module) -> torch.device:
 def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: torch.device) -> None:
     """Refuse modes of torch.compile that the ranks of a mesh cannot run.
 
-    NCCL can be recorded since 2.9 (NCCL user guide, "Using NCCL with CUDA Graphs"), and in torch
-    since 2.9.6 (pytorch/pytorch#64440).
+    A CUDA graph can record NCCL since NCCL 2.9 (its user guide, "Using NCCL with CUDA Graphs"), and
+    from torch since NCCL 2.9.6 (pytorch/pytorch#64440).
     """
     if mode not in get_args(Mode):
         raise ConfigError(f"compile: mode {mode!r} is not one of {', '.join(get_args(Mode))}")
@@ -42,7 +42,7 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
     reason = _why_not_recorded(mesh, device.type)
     if reason is not None:
         raise ConfigError(
-            f"compile: mode {mode!r} records CUDA graphs, and {reason}: use mode={nearest!r}"
+            f"compile: mode {mode!r} records CUDA graphs, but {reason}: use mode={nearest!r}"
         )
     if dynamic:
         raise ConfigError(
@@ -53,7 +53,7 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
 def compile_in_place(
     model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[..., object]
 ) -> Callable[[], None]:
-    """Compile a model with its hooks, called after `prepare`; return what undoes it."""
+    """Compile a model and its hooks; calls run `prepare` first. Return a function to undo it."""
     before = model._compiled_call_impl
     logging.getLogger(__name__).info("the next call compiles %s: it is slow", type(model).__name__)
 
@@ -90,5 +90,5 @@ def _why_not_recorded(mesh: AttentionMesh, device_type: str) -> str | None:
         if backend == "gloo":
             return "gloo exchanges on the host, which a graph cannot record"
         if backend != "nccl":
-            return f"a graph can record the collectives of nccl, and not those of {backend}"
+            return f"a graph can record collectives of nccl, not of {backend}"
     return None

@@ -1,7 +1,7 @@
-"""Split tables from the plans that diffusers' models have for its own context parallelism.
+"""Make split tables from the plans for context parallelism that diffusers' models have.
 
-A plan (`_cp_plan`) lists the tensors that are cut and gathered, and not which tokens an attention
-module attends to. That follows from diffusers' conventions; other models are refused.
+A plan (`_cp_plan`) lists the tensors to shard and to gather, but not the tokens that an attention
+module attends to. These follow from diffusers' conventions; models that break them are refused.
 """
 
 import inspect
@@ -21,10 +21,10 @@ _PLAIN = bool, int, float, str
 
 
 def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
-    """Make a split table from a plan; arguments' names say which of them hold text."""
+    """Make a split table from a plan; the names of arguments tell which ones hold text tokens."""
     attends, crosses = _attentions(model)
     if not attends:
-        raise _refusal(model, "it has no attention of diffusers in a list of blocks or layers")
+        raise _refusal(model, "it has no attention module of diffusers in a list of blocks/layers")
     inputs: dict[str, dict[str, Cut]] = {}
     outputs: dict[str, dict[int, Cut]] = {}
     gathers: dict[str, Cut] = {}
@@ -43,7 +43,7 @@ def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
             raise _refusal(model, f"its plan gathers after {name}, which may look at all tokens")
     cut_segments = {cut.segment for cuts in inputs.values() for cut in cuts.values()}
     if _IMAGE not in cut_segments or not gathers:
-        raise _refusal(model, "its plan does not say where the image is cut, and where gathered")
+        raise _refusal(model, "its plan does not say where to shard and gather the image's tokens")
     segments = (_TEXT, _IMAGE) if _TEXT in cut_segments else (_IMAGE,)
     others = [name for name in _tensors(model) if name not in inputs.get("", {})]
     refused = {name: why for name in others if (why := _why_refused(name, len(segments)))}
@@ -72,7 +72,7 @@ def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, s
         for name, value in named:
             values = list(value) if isinstance(value, list | tuple) else [value]
             if not values or any(value != values[0] for value in values):
-                raise _refusal(model, f"its plan treats the parts of {name!r} of {pattern!r} apart")
+                raise _refusal(model, f"its plan treats parts of {name!r} of {pattern!r} unlike")
             if len(values) > 1 and hasattr(values[0], "gather_dim"):
                 raise _refusal(model, f"its plan gathers several outputs of {pattern!r}")
             yield pattern, name, values[0]
@@ -122,11 +122,11 @@ def _tensors(model: nn.Module) -> list[str]:
 
 def _why_refused(name: str, num_segments: int) -> str:
     if "controlnet" in name:
-        return "the model's plan does not say how it is cut: write a SplitTable that does"
+        return "the model's plan does not say how to shard it: write a SplitTable that does"
     if "mask" in name and num_segments > 1:
         return (
-            "the model's plan does not say which keys of text and image it hides: leave it out, "
-            "with prompts that are not padded, or write a SplitTable that takes it as a Mask"
+            "the model's plan does not say which keys of text and image it hides: use prompts "
+            "without padding and leave it out, or write a SplitTable that has it as a Mask"
         )
     return ""
 

@@ -47,15 +47,15 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class AutoMesh:
-    """Facts by which `parallelize` chooses degrees, with all ranks in one replica.
+    """Lets `parallelize` choose degrees by these facts; all ranks form one replica.
 
     Attributes:
-        num_passes: Forward passes of one sample in a step: 2 with guidance, times the images of a
-            prompt where these share a call.
+        num_passes: Forward passes of single samples per denoising step: 2 with guidance, times the
+            images of a prompt if one call computes them all.
         num_tokens: Tokens of a sample, text included; needed with a profile.
-        profile: Speeds of the machine. Default: a rule chooses, see `choose_mesh`.
-        max_ring_degree: Longest ring. Default: any.
-        ranks_per_node: Ranks of a node. Default: torchrun's LOCAL_WORLD_SIZE, else all ranks.
+        profile: Speeds of the machine. Default: none; a rule chooses, see `choose_mesh`.
+        max_ring_degree: Largest ring degree. Default: no limit.
+        ranks_per_node: Ranks per node. Default: torchrun's LOCAL_WORLD_SIZE, else all ranks.
     """
 
     num_passes: int = 1
@@ -65,7 +65,7 @@ class AutoMesh:
     ranks_per_node: int | None = None
 
     def choose(self, model: nn.Module, num_ranks: int) -> tuple[Shape, MeshChoice]:
-        """Choose the degrees for a model on `num_ranks`; also return the reasons."""
+        """Return the degrees for a model on `num_ranks` ranks, and the reasons for them."""
         config: Any = getattr(model, "config", None)
         counts = "num_layers", "num_single_layers", "num_refiner_layers"
         num_layers = sum(getattr(config, name, None) or 0 for name in counts)
@@ -100,13 +100,13 @@ def ranks_of(mesh: DeviceMesh | None) -> RankGroup | None:
     names = mesh.mesh_dim_names or ()
     if not names or tuple(name for name in AXES if name in names) != tuple(names):
         raise ConfigError(
-            f"a mesh with the axes {names}: parallelize takes {AXES}, in this order, or some of "
-            "them; transpose its tensor of ranks, or choose axes"
+            f"a mesh with the axes {names}: parallelize accepts {AXES} or some of them, in this "
+            "order: transpose the mesh's tensor of ranks, or name other axes"
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
-            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: make the "
-            "call on its ranks only"
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: call "
+            "parallelize on the mesh's ranks only"
         )
     if set(names) <= {RING_AXIS, ULYSSES_AXIS}:
         return AttentionMesh.of(mesh).whole
@@ -122,7 +122,7 @@ def shape_of(mesh: DeviceMesh | None, degrees: Shape) -> Shape:
     if min(astuple(degrees)) < 1 or prod(astuple(degrees)) != num_ranks:
         raise ConfigError(
             f"{degrees} on {num_ranks} ranks: the product of degrees must be {num_ranks}, as with "
-            f"ulysses_degree={num_ranks}; for some of the ranks give a mesh"
+            f"ulysses_degree={num_ranks}; to use only some of the ranks, give a mesh"
         )
     return degrees
 
@@ -141,7 +141,7 @@ def replica_of(shape: Shape, mesh: DeviceMesh | None) -> Replica:
 
 
 def replica_over(whole: RankGroup, shape: Shape) -> Replica:
-    """Return the replica that consists of a group's ranks, without a collective."""
+    """Return the replica that consists of a group's ranks; needs no communication."""
     num_attending, alone = shape.ring * shape.ulysses, AttentionMesh(None, None, None)
     if whole.size == 1:
         return Replica(None, None, alone)

@@ -1,7 +1,7 @@
-"""Tokens, bytes and seconds of a forward pass on any mesh.
+"""Explain a forward pass: its tokens, bytes and predicted time on any mesh.
 
-Bytes follow from the sizes of the last pass's attention calls. For seconds, one more pass counts
-FLOPs and kernels by kind of layer.
+Bytes follow from the sizes of the attention calls in the last pass. To predict time, one more pass
+counts FLOPs and kernels by kind of layer.
 """
 
 import math
@@ -39,17 +39,17 @@ class MeshCost:
     ulysses_degree: int
     tokens: tuple[int, ...]  # of each rank, in the longest sequence of an attention
     traffic: tuple[Traffic, ...]  # from each rank to others in all attentions
-    # Predicted by kind of layer, as "blocks.*", with "" for the rest; empty without a profile.
+    # Predicted by kind of layer, as "blocks.*"; "" for all other layers; empty without a profile.
     seconds: Mapping[str, Seconds] = field(default_factory=dict[str, Seconds])
 
     @property
     def total_s(self) -> float:
-        """Seconds of a forward pass; 0 without a profile."""
+        """Predicted time of a forward pass in seconds; 0 without a profile."""
         return sum(float(parts.total) for parts in self.seconds.values())
 
     @property
     def busiest_bytes(self) -> int:
-        """Bytes from the rank that sends most."""
+        """Bytes that the rank with the most traffic sends."""
         return max(sent.total for sent in self.traffic)
 
 
@@ -110,7 +110,7 @@ _PRODUCTS = functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__
 
 @dataclass(slots=True)
 class LayerWork:
-    """Work in a forward pass of all layers of one kind."""
+    """The work of all layers of one kind in a forward pass."""
 
     token_flops: float = 0.0  # matrix products that ranks share, for the whole sequence
     other_flops: float = 0.0  # matrix products that every rank computes
@@ -123,7 +123,7 @@ Works = dict[str, LayerWork]  # by kind of layer, as "blocks.*"; "" for the rest
 
 
 class CountingPass(ForwardPass):
-    """A pass that counts this rank's FLOPs and kernels, by a mode around the model."""
+    """A forward pass that counts this rank's FLOPs and kernels, by a mode around the model."""
 
     def __init__(self, works: Works, *args: Any, signature: object) -> None:
         super().__init__(*args, signature=signature)
@@ -131,7 +131,7 @@ class CountingPass(ForwardPass):
         self.count_for("")
 
     def count_for(self, kind: str) -> None:
-        """Add what follows to the work of a kind of layer."""
+        """Count all later operations as work of this kind of layer."""
         self.work = self._works.setdefault(kind, LayerWork())
         self.shapes = self.work.shapes
 
@@ -142,7 +142,7 @@ class CountingPass(ForwardPass):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Count a function of torch, and replace it."""
+        """Count a call of a torch function, and replace it."""
         if getattr(func, "__name__", "") not in _WITHOUT_KERNEL:
             self.work.num_kernels += 1
             is_product = func in _PRODUCTS and len(args) > 1 and isinstance(args[1], Tensor)
@@ -183,7 +183,7 @@ class CountingPass(ForwardPass):
 
 
 def count_work(split: SplitModel, run: Callable[[], object]) -> Works:
-    """Count the work of a model's first forward pass in `run`, a call of it or its pipeline."""
+    """Count the work of a model's first forward pass in `run`, which calls it or its pipeline."""
     works, passes = Works(), list[CountingPass]()
 
     def make_pass(*args: Any, signature: object) -> ForwardPass:
@@ -220,23 +220,23 @@ def explain(
     ranks_per_node: int | None = None,
     run: Callable[[], object] | None = None,
 ) -> Explanation:
-    """Explain the last forward pass of a model; with a profile, the first one of `run`."""
+    """Explain the last forward pass of a model; with a profile, the first forward pass of `run`."""
     works: Works = {}
     if profile is not None:
         if split.sparse is not None or split.has_cache:
-            reason = "seconds of block-sparse attention or a cache do not follow from a profile"
+            reason = "a profile cannot predict the time of block-sparse attention or a cache"
             raise ConfigError(f"explain: {reason}: leave out profile")
         if run is None:
             raise ConfigError(
-                "explain(profile=..) runs the model: give it the inputs, or a pipeline's arguments"
+                "explain(profile=..) runs the model: give its inputs, or a pipeline's arguments"
             )
         profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         works = count_work(split, run)
     elif run is not None or ranks_per_node is not None:
-        raise ConfigError("explain: inputs and ranks_per_node are for seconds: give a profile")
+        raise ConfigError("explain: inputs and ranks_per_node need a profile to predict time")
     last = split.last
     if last is None:
-        raise ConfigError("explain: run the model once, not compiled, to set the lengths")
+        raise ConfigError("explain: there is no forward pass yet: run the model, not compiled")
     ring, ulysses = last.degrees
     explanation = partial(
         Explanation,

@@ -79,7 +79,7 @@ def config_from_diffusers(config: Mapping[str, Any]) -> MMDiTConfig:
 
 
 def weights_from_diffusers(theirs: Mapping[str, Tensor], config: MMDiTConfig) -> dict[str, Tensor]:
-    """Make a state dict of `MMDiT` from one of a `FluxTransformer2DModel` of these sizes."""
+    """Convert a state dict of a `FluxTransformer2DModel` with these sizes to one of `MMDiT`."""
     made: dict[str, Tensor] = {}
     left = dict(theirs)
     missing: list[str] = []
@@ -94,10 +94,10 @@ def weights_from_diffusers(theirs: Mapping[str, Tensor], config: MMDiTConfig) ->
 
 
 def weights_to_diffusers(ours: Mapping[str, Tensor], config: MMDiTConfig) -> dict[str, Tensor]:
-    """Make diffusers' state dict from one of `MMDiT`, the inverse of `weights_from_diffusers`."""
+    """Convert a state dict of `MMDiT` to diffusers', the inverse of `weights_from_diffusers`."""
     if config.kv_heads != config.num_heads:
         raise ConfigError(
-            f"{config.kv_heads} key-value heads for {config.num_heads}: FLUX has as many of both"
+            f"{config.kv_heads} key-value heads for {config.num_heads}: FLUX needs as many of both"
         )
     names = dict(_tensors(config))
     missing, unknown = [n for n in names if n not in ours], [n for n in ours if n not in names]

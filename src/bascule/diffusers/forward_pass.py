@@ -1,4 +1,4 @@
-"""One forward pass of a split model: lengths, cuts, masks and attention over the mesh.
+"""One forward pass of a split model: lengths, shards, masks and attention over the mesh.
 
 Shapes: B batch, S tokens of the whole sequence.
 """
@@ -36,7 +36,7 @@ from bascule.sdpa import SequenceParallelMode, as_it_is, num_modes, refuse_modes
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes that decide the bytes and FLOPs of an attention, apart from the mesh."""
+    """The sizes of an attention call that, with the mesh, decide its bytes and FLOPs."""
 
     batch: int
     num_heads: int
@@ -49,7 +49,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """The attention of a forward pass over a mesh."""
+    """The attention calls of one forward pass over a mesh."""
 
     degrees: tuple[int, int]  # of the mesh, (R, U)
     lengths: Mapping[str, int]  # tokens of each segment
@@ -110,9 +110,9 @@ class ForwardPass(SequenceParallelMode):
         return num_modes() > 0 and torch._C._get_function_stack_at(num_modes() - 1) is self
 
     def surround(self) -> None:
-        """Enter this mode below all that were entered since the pass began.
+        """Enter this mode below all modes that were entered since the pass began.
 
-        It infers the -1 in reshapes of empty tensors, for a rank that turns out to have no tokens.
+        A rank without tokens needs the mode, which infers the -1 in reshapes of empty tensors.
         """
         self.is_around = self.is_inserted = True
         self._replace_at_depth(0, self)
@@ -150,7 +150,7 @@ class ForwardPass(SequenceParallelMode):
         for name in segments:
             if name not in self._lengths:
                 raise ConfigError(
-                    f"the length of {name} is not known yet: let the table cut it earlier"
+                    f"the length of {name} is not known yet: let the split table cut it earlier"
                 )
             whole, dim = self._lengths[name]
             lengths.append(whole.shape[dim])
@@ -188,8 +188,8 @@ class ForwardPass(SequenceParallelMode):
         share = self.share(segments)
         if whole.shape[dim] != share.seq_len:
             raise ConfigError(
-                f"{name} has {whole.shape[dim]} tokens of {' and '.join(segments)}, and another "
-                f"input has {share.seq_len}"
+                f"{name} has {whole.shape[dim]} tokens of {' and '.join(segments)}, but another "
+                f"input has {share.seq_len}: give both the same number"
             )
         return share
 
@@ -202,7 +202,7 @@ class ForwardPass(SequenceParallelMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return a module's arguments with this rank's shares; `names` are its parameters."""
+        """Replace a module's arguments by this rank's shares; `names` lists its parameters."""
         args, kwargs = list(args), dict(kwargs)
         for name, cut in cuts.items():
             if name in kwargs:
@@ -236,7 +236,7 @@ class ForwardPass(SequenceParallelMode):
             return value
         if value.dim() <= cut.dim:
             raise ConfigError(
-                f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}"
+                f"{name} has the shape {tuple(value.shape)}: give its tokens in dim {cut.dim}"
             )
         segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
         if segments:
@@ -249,14 +249,14 @@ class ForwardPass(SequenceParallelMode):
         return value.narrow(cut.dim, start, stop - start)
 
     def gather(self, x: Any, cut: Cut) -> Any:
-        """Gather the tokens of all ranks; gradients are as in `attention.api.gather`."""
+        """Gather the tokens of all ranks, with the gradients of `attention.api.gather`."""
         if isinstance(x, tuple):
             return self.gather(x[0], cut), *x[1:]
         share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
         if x.shape[cut.dim] != share.num_tokens:
             raise ConfigError(
-                f"the table does not fit the model: a tensor {tuple(x.shape)} to be gathered over "
-                f"dim {cut.dim}, and this rank has {share.num_tokens} tokens of {cut.segments}"
+                f"the table does not fit the model: it gathers dim {cut.dim} of {tuple(x.shape)}, "
+                f"but this rank has {share.num_tokens} tokens of {cut.segments}: correct the table"
             )
         is_plain = not share.layout.replicated and not (torch.is_grad_enabled() and x.requires_grad)
         group = self.mesh.whole
@@ -293,8 +293,8 @@ class ForwardPass(SequenceParallelMode):
             return first[:, None]
         if any(mask.dim() == 3 for mask in masks.values()):
             raise ConfigError(
-                f"a mask of pairs of tokens of {list(masks)}, and attention over {list(segments)}: "
-                "the split table must let these attend to themselves alone"
+                f"a mask of pairs of tokens of {list(masks)}, but attention over {list(segments)}: "
+                "let the split table make each segment attend only to itself"
             )
         seen = first.new_ones(batch, 1, dtype=torch.bool)
         lengths = [self.share((name,)).seq_len for name in segments]
@@ -312,7 +312,7 @@ class ForwardPass(SequenceParallelMode):
         return scope
 
     def resolve(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
-        """Return a call's options with its layout, and its mask or the mask of modules' inputs."""
+        """Return a call's options with its layout, and the mask of the call or of model inputs."""
         segments = self._segments()
         share = self.share(segments)
         options = share.options
@@ -329,19 +329,19 @@ class ForwardPass(SequenceParallelMode):
             return options, mask
         if mask is not None and not any(entry.of_pairs for entry in masks):
             raise ConfigError(
-                f"attention with a mask of shape {tuple(mask.shape)}, in a model whose masks of "
-                f"{list(self._masks)} are applied to it already"
+                f"attention with a mask of shape {tuple(mask.shape)}, but the split table's masks "
+                f"of {list(self._masks)} are applied to it already: leave out one of them"
             )
         if segments not in self._joint_masks:
             self._joint_masks[segments] = self._joint_mask(segments, query.shape[0])
         return options, self._joint_masks[segments]
 
     def attends_locally(self) -> bool:
-        """Return whether the running module's attention is left as it is."""
+        """Return whether the running module attends locally, without the mesh."""
         return not self.scopes[-1]
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Any) -> Any:
-        """Return the layout of the queries, or None if these are whole, and None for whole keys."""
+        """Return the layout of sharded queries, or None if they are whole; None for whole keys."""
         names = [(name,) for name in self._lengths]
         whole = [scope for scope in self.scopes if scope and not isinstance(scope, Keys)][-1]
         names += [whole] if all(name in self._lengths for name in whole) else []
@@ -352,7 +352,7 @@ class ForwardPass(SequenceParallelMode):
         return fitting.pop() if fitting else None, None
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Gather keys and values if the running module attends to another segment, by `Keys`."""
+        """Return all keys and values if `Keys` makes the module attend to another segment."""
         scope = self.scopes[-1]
         if not isinstance(scope, Keys):
             return None
@@ -378,13 +378,13 @@ class ForwardPass(SequenceParallelMode):
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
-        """Attend over the mesh, by the plans of block-sparse attention if there are any."""
+        """Attend over the mesh, with the plans of block-sparse attention if there are any."""
         layout = options.layout
         assert layout is not None
         if self.sparse is not None and torch.compiler.is_compiling():
             if self.is_recomputed:
                 raise ConfigError(
-                    "handle.checkpoint around compiled blocks with sparse: compile all, or no block"
+                    "handle.checkpoint around compiled blocks with sparse: compile all or no blocks"
                 )
             qkv, lengths = (query, key, value), list(layout.segments)
             records = torch.is_grad_enabled() and any([x.requires_grad for x in qkv])
@@ -418,7 +418,7 @@ class ForwardPass(SequenceParallelMode):
         lengths: tuple[int, ...],
         *settings: Any,
     ) -> Tensor:
-        """Attend for the compiled operator, which has only its arguments."""
+        """Attend for the compiled operator, which knows only these arguments."""
         self._keys = None, None  # compilers may put another mask into the same memory
         self.scopes.append(segments)
         try:
@@ -428,7 +428,7 @@ class ForwardPass(SequenceParallelMode):
             self.scopes.pop()
 
     def zero_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
-        """Zero the output of tokens that see nothing, where a mask is of pairs."""
+        """Zero the output of tokens that see no key, if a mask is of pairs of tokens."""
         masks = [self._masks[name][1] for name in self._segments() if name in self._masks]
         if not any([entry.of_pairs for entry in masks]):
             return out
@@ -444,8 +444,8 @@ class ForwardPass(SequenceParallelMode):
         if is_causal or mask is None or mask.dtype != torch.bool or shape[1:3] != [1, 1]:
             setting = "is_causal=True" if mask is None else f"a mask of {shape}, {mask.dtype}"
             raise ConfigError(
-                f"block-sparse attention, and the model gives it {setting}: it takes masks of keys "
-                "alone, bool (batch, 1, 1, keys): change its inputs, or leave out sparse"
+                f"block-sparse attention got {setting}: it accepts only masks of keys, bool (batch,"
+                " 1, 1, keys): change the model's inputs, or leave out sparse"
             )
         if mask is not self._keys[0]:  # the same in all layers
             keys = mask.reshape(-1, shape[-1]).cpu().numpy()
@@ -453,7 +453,7 @@ class ForwardPass(SequenceParallelMode):
         return self._keys[1]
 
     def end(self) -> PassRecord | None:
-        """Close the pass; return its attention if there was any."""
+        """End the pass; return the record of its attention, or None if there was none."""
         sparse: tuple[SparseLayer, ...] = ()
         if self.sparse is not None:
             self.sparse.end()

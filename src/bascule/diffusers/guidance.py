@@ -1,7 +1,7 @@
 """Guidance over groups of ranks: each group computes a part of a batch, or every n-th call.
 
-Groups share the batch of a pipeline that calls its model once with negative and positive samples.
-If it calls the model once for each, groups take turns; results of other groups are `Pending`.
+Groups split the batch if a pipeline calls its model once for negative and positive samples. If it
+calls the model once for each, groups take turns; results of other groups are `Pending`.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from bascule.stand_in import Override
 
 
 class GuidedModel(Override):
-    """A model whose calls are computed by the guidance groups of a replica."""
+    """Lets the guidance groups of a replica compute the calls of a model."""
 
     def __init__(self, split: SplitModel, branches: Branches) -> None:
         self.model, self._split, self.branches = split.model, split, branches
@@ -43,7 +43,7 @@ class GuidedModel(Override):
         super().__init__(split.model, "__call__", self._call)
 
     def share_among(self, branches: Branches | None) -> None:
-        """Switch to other groups, None for no sharing, and forget the forms of outputs."""
+        """Switch to other groups (None: no sharing), and forget the structures of outputs."""
         self._is_on = branches is not None
         self.branches = branches or self.branches
         self._forms.clear()

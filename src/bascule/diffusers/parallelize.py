@@ -78,44 +78,44 @@ def parallelize(
     text_encoders: Literal["all", "own"] = "own",
     input_tolerance: float = 0.0,
 ) -> "ParallelHandle":
-    """Split a model, or a pipeline, over ranks, which all get the outputs of one process.
+    """Split a model or a pipeline over ranks; every rank gets the output of a single process.
 
-    Weights and inputs must be the same on every rank. Inputs are cut into the ranks' shares,
-    attention is over all shares, and outputs are gathered. Any lengths and head counts. Ranks also
-    share a pipeline's guidance branches and the tiles of its VAE, and draw the same noise.
+    Weights and inputs must be the same on every rank. Each rank computes its shard of the tokens,
+    attends to the tokens of all ranks, and gathers the output. Lengths and head counts need not be
+    divisible. Ranks also share a pipeline's guidance branches and VAE tiles, and draw equal noise.
 
     Args:
-        model_or_pipeline: A model, or a pipeline of diffusers, of which all transformers are split.
-        mesh: Instead of degrees: a mesh with axes "data", "guidance", "ring" and "ulysses", in this
-            order, or some of these; other axes are replicas. "auto" or an `AutoMesh` chooses
-            degrees for all ranks.
+        model_or_pipeline: A model, or a diffusers pipeline, whose transformers are all split.
+        mesh: Instead of degrees: a mesh with all or some of the axes "data", "guidance", "ring" and
+            "ulysses", in this order; ranks along other axes are replicas. "auto" or an `AutoMesh`
+            chooses degrees for all ranks.
         data_degree: Number of replicas, each with other prompts.
-        guidance_degree: Groups of ranks that share guidance branches.
-        ring_degree: Ranks of a group that pass keys and values around.
-        ulysses_degree: Ranks of a group that share heads.
-        table: The tensors that are cut and gathered; or a plan of diffusers, as in `_cp_plan`.
-            Default: the table for the class of the model, else its plan. The first call with your
-            table or a plan is compared with one process, unless `verify` was called.
-        sparse: The blocks of attention that are computed. Default: all.
+        guidance_degree: Number of groups in a replica that share its guidance branches.
+        ring_degree: Number of ranks that pass keys and values around a ring.
+        ulysses_degree: Number of ranks that split the attention heads (Ulysses).
+        table: Says which tensors to shard and to gather; or a plan of diffusers, as in `_cp_plan`.
+            Default: bascule's table for the class of the model, else the model's plan. The first
+            call with your table or a plan is compared with one process, unless `verify` ran before.
+        sparse: Says which blocks of attention to compute. Default: all.
         kernel: An attention kernel: its name, a function, or a `backend_kernel`. Default: the back
-            end that `set_attention_backend` chose, else the first that runs here.
-        comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
-            shows. Default: the rows' dtype.
-        overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.
+            end that `set_attention_backend` chose, else the first kernel that runs here.
+        comm_dtype: "int8" or "e4m3" sends q, k, v and outputs of attention in 8 bits; `verify`
+            shows the error. Default: their own dtype.
+        overlap: True overlaps Ulysses' communication with attention. Default: where that is faster.
         vae: "all": the ranks share the tiles of a VAE with tiling, and all get the pixels. "first":
             only the first rank of a replica gets them. "own": every rank computes all tiles.
-        text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
-            ones. "own": every rank encodes all prompts.
-        input_tolerance: Largest difference of the ranks' inputs, relative to their norm, for unlike
-            GPUs that round prompts differently; the ranks' outputs then differ as much.
+        text_encoders: "all": the ranks share the prompts of a batch, which saves time with several
+            long prompts. "own": every rank encodes all prompts.
+        input_tolerance: Allowed difference between ranks' inputs, relative to their norm, for
+            unlike GPUs that round prompts differently. Outputs of ranks then differ as much.
 
     Returns:
-        A handle, and a context manager: leaving it calls `undo()`.
+        A handle, which is also a context manager: leaving it calls `undo()`.
 
     Raises:
-        ConfigError: No table fits, no model is there, the degrees fit neither ranks nor heads, this
+        ConfigError: No table fits, there is no model, degrees do not fit the ranks or heads, this
             rank is not in the mesh, or settings exclude each other.
-        CommError: The arguments of ranks differ, as one all-gather shows.
+        CommError: Arguments differ between ranks, which one all-gather compares.
     """
     auto = AutoMesh() if mesh == "auto" else mesh
     device_mesh = named_part(auto, AXES) if isinstance(auto, DeviceMesh) else None
@@ -162,7 +162,7 @@ class ParallelHandle:
 
     Attributes:
         replica: The ranks that make the same images together.
-        mesh: The ranks among them that share this rank's sequences.
+        mesh: The ranks of the replica that share this rank's sequences.
         ranks: The ranks of all replicas; None for one rank.
         parts: The split models.
         choice: The mesh that "auto" chose, with reasons; None for other meshes.
@@ -197,9 +197,9 @@ class ParallelHandle:
 
     @shared("ParallelHandle.add")
     def add(self, pipeline: Any) -> None:
-        """Treat another pipeline with the split models, as made by `from_pipe`, like the first one.
+        """Add another pipeline that has the split models, for example one made by `from_pipe`.
 
-        Ranks then draw the same noise and compare the pipeline's arguments. All ranks call this.
+        Ranks then draw the same noise for it and compare its arguments. All ranks call this.
         """
         self._split_of(None, "add")
         self._share_pipeline(pipeline)
@@ -261,7 +261,7 @@ class ParallelHandle:
         return self.parts[0].model
 
     def undo(self) -> None:
-        """Restore the models; not within a forward pass."""
+        """Restore the models; refused within a forward pass."""
         for split in self.parts:
             if split.forward is not None:
                 raise ConfigError(
@@ -277,11 +277,11 @@ class ParallelHandle:
         Args:
             mode: As in torch.compile. "reduce-overhead" and "max-autotune" record a CUDA graph for
                 each shape of the inputs.
-            dynamic: True makes graphs for any lengths. Default: from the second length on, and
-                never with CUDA graphs.
+            dynamic: True compiles for any lengths. Default: from the second length on, and never
+                with CUDA graphs.
 
         Raises:
-            ConfigError: Device, back end or `dynamic` exclude the mode.
+            ConfigError: The mode does not fit the device, the back end or `dynamic`.
         """
         self._split_of(None, "compile")
         check_mode(mode, dynamic, self.mesh, device_of(self.model))
@@ -297,22 +297,22 @@ class ParallelHandle:
 
     @contextmanager
     def save_masks(self, path: str | Path) -> Iterator[None]:
-        """Write layers' block masks to a file, for `SparseConfig(masks=path)` and `bascule sparse`.
+        """Save block masks of layers to a file, for `SparseConfig(masks=path)` or `bascule sparse`.
 
-        The first rank writes while models run within: (forward passes, layers, heads, query blocks,
-        key blocks), with layers in the order of attention calls; all blocks of dense layers are
-        set. Blocks are in the heads' `orders`. After an error there is no file.
+        In this scope the first rank writes masks (forward passes, layers, heads, query blocks, key
+        blocks). Layers are in the order of attention calls; masks of dense layers are all True.
+        Blocks follow the heads' `orders`. After an error there is no file.
 
         Raises:
-            ConfigError: There is no sparse model, or there are guidance groups; shapes or orders
-                differ between samples, layers or passes; the file cannot be written.
+            ConfigError: No model is sparse, or there are guidance groups; shapes or orders differ
+                between samples, layers or passes; the file cannot be written.
         """
         sparse = [split.sparse for split in self.parts if split.sparse is not None]
         if not sparse:
-            raise ConfigError("save_masks: no model has sparse=: give it to parallelize")
+            raise ConfigError("save_masks: no model is sparse: give parallelize sparse=..")
         if self._guided:
             raise ConfigError(
-                "save_masks: guidance groups compute some passes each: use guidance_degree=1"
+                "save_masks: a guidance group computes only some passes: use guidance_degree=1"
             )
         is_first = self.ranks is None or self.ranks.rank == 0
         file = agree_on(self.ranks, lambda: MaskFile(path) if is_first else None, what="save_masks")
@@ -343,14 +343,14 @@ class ParallelHandle:
     ) -> Explanation:
         """Explain a model's last forward pass: mesh, tokens and bytes, also for other meshes.
 
-        Includes plans of block-sparse attention, and phases of a pipeline, with seconds after
-        `timed`. With a profile, all ranks call this, and the model or the pipeline runs once.
+        It includes plans of block-sparse attention, and phases of a pipeline, with measured times
+        after `timed`. With a profile the model or pipeline runs once, and all ranks call this.
 
         Args:
-            model: One of the split models; with a profile, or the pipeline. Default: `model`.
-            profile: Adds seconds by kind of layer, and gains of compilation, 8-bit rows and meshes.
-            ranks_per_node: Ranks of a node, for seconds. Default: all.
-            inputs: Arguments of the model or pipeline, with a profile.
+            model: One of the split models or, with a profile, the pipeline. Default: `model`.
+            profile: Predicts time by kind of layer, and gains of compilation, 8-bit rows, meshes.
+            ranks_per_node: Ranks per node, to predict time. Default: all.
+            inputs: Arguments of the model or pipeline; only with a profile.
         """
         request = self._request
         is_pipeline = request is not None and model is not None and model is request.pipeline
@@ -378,21 +378,21 @@ class ParallelHandle:
 
     @contextmanager
     def timed(self) -> Iterator[PhaseTimes]:
-        """Measure the phases of a pipeline's call within; the host waits after each step."""
+        """Time the phases of a pipeline's call in this scope; the host waits after each step."""
         if self._request is None or self._request.pipeline is None:
             name = type(self.model).__name__
-            raise ConfigError(f"timed: a {name} alone was split: give parallelize the pipeline")
+            raise ConfigError(f"timed: only a {name} was split: give parallelize the pipeline")
         pipeline = self._request.pipeline
         with timed(pipeline, execution_device(pipeline, self.model)) as times:
             yield times
         self._times = times
 
     def verify(self, model: Any = None, /, **inputs: Any) -> Verification:
-        """Compare a model on the mesh with one process, block by block; the same on every rank.
+        """Compare a model on the mesh with one process block by block; every rank gets the result.
 
-        A pipeline is compared phase by phase (prompts, noise, every step, pixels), and the first
-        step that differs block by block. Every rank also computes the whole sequence, and is
-        compared with the first rank, which shows unlike weights. The model must be deterministic.
+        A pipeline is compared phase by phase (prompts, noise, every step, pixels); the first step
+        that differs is compared block by block. Every rank also computes the whole sequence; the
+        reference is the first rank's, which shows unequal weights. The model must be deterministic.
         Gradients, compiled code and steps of block-sparse attention are not compared.
 
         Args:
@@ -400,7 +400,7 @@ class ParallelHandle:
             inputs: Arguments of the model or pipeline, the same on every rank.
 
         Raises:
-            ConfigError: The model is not split, or has a cache of steps.
+            ConfigError: The model is not split, or uses a step cache.
             CommError: The ranks' inputs differ.
         """
         request, whole = self._request, self.replica.whole
@@ -416,7 +416,7 @@ class ParallelHandle:
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Checkpoint activations, and recompute them over the mesh.
 
-        For `model.enable_gradient_checkpointing(handle.checkpoint)`, or as torch's `checkpoint`.
+        Use it in `model.enable_gradient_checkpointing(handle.checkpoint)`, or like torch's.
         """
         running = [(split, split.forward) for split in self.parts if split.is_running]
 
@@ -433,9 +433,9 @@ class ParallelHandle:
 
     @shared("average_gradients")
     def average_gradients(self) -> None:
-        """Average gradients over all ranks after `backward()`, as DDP and FSDP do themselves.
+        """Average gradients over all ranks after `backward()`; DDP and FSDP do this themselves.
 
-        One all-reduce for each dtype, after a small all-gather.
+        Costs a small all-gather, and one all-reduce for each dtype.
 
         Raises:
             ConfigError: Gradients are sharded.

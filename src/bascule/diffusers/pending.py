@@ -29,7 +29,7 @@ class Samples:
     are_listed: bool = False  # entries of lists, as for Z-Image
 
     def part(self, place: int, num_parts: int) -> slice:
-        """Return the samples of a part; the numbers of samples of parts differ by one at most."""
+        """Return the slice of one part's samples; sizes of parts differ by one at most."""
         return slice(self.number * place // num_parts, self.number * (place + 1) // num_parts)
 
 
@@ -42,7 +42,7 @@ class Form:
 
     @classmethod
     def of(cls, output: Any, samples: Samples, num_local: int) -> "Form":
-        """Return the form of the output for all samples, from the output for `num_local`."""
+        """Return the structure of the output for all samples, given the output for `num_local`."""
         are_lists = list[bool]()
 
         def is_column(value: Any) -> bool:
@@ -59,7 +59,7 @@ class Form:
 
 
 def samples_of(inputs: Mapping[str, Any], unbatched: Collection[str]) -> Samples:
-    """Return the samples of the first argument with a batch; one sample without such arguments."""
+    """Return the samples in the first argument with a batch; one if no argument has a batch."""
     for name, value in inputs.items():
         if name in unbatched:
             continue
@@ -73,7 +73,7 @@ def samples_of(inputs: Mapping[str, Any], unbatched: Collection[str]) -> Samples
 def share_of(
     inputs: Mapping[str, Any], unbatched: Collection[str], samples: Samples, part: slice
 ) -> dict[str, Any]:
-    """Cut the arguments of a call to a part of its samples; tensors are views."""
+    """Reduce the arguments of a call to a part of its samples; tensors are views."""
     return {
         name: value if name in unbatched else _cut(name, value, samples, part)
         for name, value in inputs.items()
@@ -88,7 +88,7 @@ def _cut(name: str, value: Any, samples: Samples, part: slice) -> Any:
         if value.shape[0] != batch:
             raise ConfigError(
                 f"{name} has the shape {tuple(value.shape)} in a call of {batch} samples: give "
-                "(batch, ..), or name it in the `unbatched` of a table"
+                "(batch, ..), or name it in `unbatched` of the split table"
             )
         return value[part]
     if isinstance(value, Mapping):
@@ -117,7 +117,7 @@ _Make = Callable[[Sequence[Tensor]], Tensor]  # from the values of a call
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A call whose parts are computed by groups of ranks."""
+    """A call of the model whose parts groups of ranks compute."""
 
     owners: Sequence[int]  # the group that computes each part
     counts: Sequence[int]  # samples of each part
@@ -130,7 +130,7 @@ class Branch:
     error: BaseException | None = None  # why there will be no values
 
     def defer(self, make: _Make) -> int:
-        """Make a tensor from the values once they arrive; return its place in `values`."""
+        """Call `make` once the values arrive; return the place of its tensor in `values`."""
         self.deferred.append(make)
         return len(leaves_of(self.form.nest)) + len(self.deferred) - 1
 
@@ -150,7 +150,7 @@ class Branch:
 
 
 class Branches:
-    """The calls of a replica whose results were not exchanged yet."""
+    """The calls of a replica whose results the ranks have not exchanged yet."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group  # one rank of each guidance group
@@ -174,7 +174,7 @@ class Branches:
 
     @shared("an exchange of guidance branches")
     def exchange(self) -> None:
-        """Send each group the results of the others: a small all-gather and an all-to-all."""
+        """Send each group the results of the others by a small all-gather and an all-to-all."""
         waiting, self._waiting = self._waiting, []
         try:
             for branch in waiting:
@@ -188,7 +188,7 @@ class Branches:
 
     def forget(self) -> None:
         """Drop results that the last run did not use."""
-        error = "the result of a guidance branch, of a run that ended: use it before the next run"
+        error = "result of a guidance branch of a run that ended: use it before the next run"
         for branch in self._waiting:
             branch.error = ConfigError(error)
         self._waiting.clear()
@@ -259,13 +259,13 @@ class Pending(Tensor):
 
     @classmethod
     def of(cls, branches: Branches, branch: Branch, place: int) -> "Pending":
-        """Return a stand-in for the tensor at a place in a call's `values`."""
+        """Return a placeholder for the tensor at a place in a call's `values`."""
         made = Tensor._make_subclass(cls, _PLACEHOLDER)
         made._branches, made._branch, made._place = branches, branch, place
         return made
 
     def fetched(self) -> Tensor:
-        """Return the tensor itself, after an exchange if it has not arrived."""
+        """Return the real tensor; if it has not arrived, exchange the results first."""
         branch = self._branch
         if branch.values is None and branch.error is None:
             with torch.no_grad():
@@ -304,5 +304,5 @@ def _is_constant(value: object) -> bool:
 
 
 def fetched(nest: Any) -> Any:
-    """Replace pending tensors in a nest by the tensors themselves."""
+    """Replace pending tensors in nested containers by the real tensors."""
     return tree_map_only(Pending, Pending.fetched, nest)

@@ -47,13 +47,13 @@ class SharedPart:
     overrides: tuple[Override, ...]  # of the module's methods
 
     def remove(self) -> None:
-        """Let each rank do all of the work."""
+        """Let each rank do all of the work again."""
         for override in self.overrides:
             override.remove()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let each rank do all of the work within."""
+        """Let each rank do all of the work within this scope."""
         with ExitStack() as stack:
             for override in self.overrides:
                 stack.enter_context(override.suspended())
@@ -72,8 +72,8 @@ def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
         return None
     if for_vae == "first" and hasattr(pipeline, "video_processor"):
         raise ConfigError(
-            f"parallelize(.., vae='first'): other ranks of a {type(pipeline).__name__} would put "
-            "together a video of no frames, which it cannot: use vae='all'"
+            f"parallelize(.., vae='first'): a {type(pipeline).__name__} of other ranks would put "
+            "together a video of no frames, and fail: use vae='all'"
         )
     if getattr(vae, "use_tiling", False):
         return vae
@@ -107,7 +107,7 @@ def share_parts(
     device: torch.device,
     shared_before: Sequence[nn.Module],
 ) -> Iterator[SharedPart]:
-    """Share a VAE's tiles and a batch's prompts, unless they are; yield what is newly shared."""
+    """Share a VAE's tiles and a batch's prompts; yield the parts that were not shared before."""
     ranks = group.process_group
     vae = _shared_vae(pipeline, for_vae)
     if vae is not None and for_vae != "own" and vae not in shared_before:
@@ -151,7 +151,7 @@ Observer = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]  # name, 
 
 @contextmanager
 def watched(pipeline: Any, observe: Observer) -> Iterator[None]:
-    """Observe "encode", "noise", "step", "decode", and calls of the transformers by their names."""
+    """Call `observe` after "encode", "noise", "step", "decode" and after calls of transformers."""
 
     def around(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
@@ -169,7 +169,7 @@ def watched(pipeline: Any, observe: Observer) -> Iterator[None]:
 
 
 def execution_device(pipeline: Any, model: nn.Module) -> torch.device:
-    """Return the pipeline's execution device, with offloading too."""
+    """Return the device on which a pipeline computes, even if its weights are offloaded."""
     device = getattr(pipeline, "_execution_device", None)
     if isinstance(device, torch.device) and device.type != "meta":
         return device
@@ -178,18 +178,18 @@ def execution_device(pipeline: Any, model: nn.Module) -> torch.device:
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """Seconds of the phases of the last call of a pipeline, on this rank."""
+    """Measured times of the phases in a pipeline's last call, on this rank."""
 
     begun: float = 0.0  # seconds of `time.perf_counter`, as are the next three
     encoded: float = 0.0  # when the noise was drawn
     denoised: float = 0.0  # when the last step ended
     ended: float = 0.0
     num_steps: int = 0  # calls of the scheduler
-    num_passes: int = 0  # calls of the transformers, those for guidance included
+    num_passes: int = 0  # calls of the transformers, including calls for guidance
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase, complete after the call."""
+        """Seconds per phase; complete once the call has ended."""
         times = self.begun, self.encoded, self.denoised, self.ended
         return {
             phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
@@ -198,7 +198,7 @@ class PhaseTimes:
 
 @contextmanager
 def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
-    """Measure the call of a pipeline that is made within; the host waits after each step."""
+    """Time a pipeline's call within this scope; the host waits after each step."""
     times = PhaseTimes()
 
     def now() -> float:
@@ -239,7 +239,7 @@ _MAY_DIFFER = "output_type", "return_dict", "callback"
 
 
 class PipelineRun(Override):
-    """Calls of a pipeline that all ranks of a replica make together, each in a `run` scope."""
+    """Lets all ranks of a replica call a pipeline together, each call in a `run` scope."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ def _adapters_of(pipeline: Any) -> str:
 
 
 def generators_of(nest: Any) -> list[torch.Generator]:
-    """Return the generators among arguments, each once."""
+    """Return the random generators among arguments, each once."""
     return list(dict.fromkeys(x for _, x in leaves(nest) if isinstance(x, torch.Generator)))
 
 

@@ -1,7 +1,7 @@
 """Block-sparse attention in compiled code: operators that find the running pass by its number.
 
-Plans change from step to step, so no graph may hold one, nor a layer or a step. Each attention
-passes a ticket on to the next, which orders them: the numbers of the pass and of its next layer.
+Plans change between steps, so a graph must not contain a plan, layer or step. Each attention call
+passes a ticket, the numbers of the pass and of its next layer, to the next call; this orders calls.
 CUDA graphs leave these operators out.
 """
 
@@ -24,7 +24,7 @@ _operator = partial(torch.library.custom_op, mutates_args=(), tags=_tags)
 
 @_operator("bascule::sparse_begin")
 def begin(last: Tensor, model: int) -> Tensor:
-    """Start a pass of a split model; `last` only orders it after the previous one."""
+    """Start a pass of a split model; `last` only orders it after the previous pass."""
     return this_world().find(model).begin_recorded()
 
 
@@ -41,7 +41,7 @@ def attend(
     scale: float | None,
     records: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend in the pass of a ticket; return the output, (B, H, T, D), and the next ticket."""
+    """Attend in the pass that a ticket names; return output (B, H, T, D) and the next ticket."""
     with shared("sparse attention"), _autograd(records):
         current = this_world().find(int(ticket[0]))
         # The backward reads copies: graphs reuse the memory of arguments and outputs.

@@ -46,13 +46,13 @@ class Request:
         for model, table in zip(self.models, self.tables, strict=True):
             name, ulysses = type(model).__name__, self.shape.ulysses
             if getattr(model, "_parallel_config", None) is not None:
-                way_out = "leave that out, or parallelize"
+                way_out = "use that or parallelize, not both"
                 raise ConfigError(f"{name} was split by diffusers' enable_parallelism: {way_out}")
             num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
             if num_heads is not None and num_heads < ulysses:
                 raise ConfigError(
                     f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks: use "
-                    f"ulysses_degree={num_heads} at most, and a ring"
+                    f"ulysses_degree={num_heads} at most, and a larger ring_degree"
                 )
             check_model(model, table)
             if self.shape.guidance > 1:
@@ -82,8 +82,8 @@ def models_of(model_or_pipeline: Any) -> list[nn.Module]:
     models = [unwrapped(part) for part in parts if isinstance(part, nn.Module)]
     if not models:
         name = type(model_or_pipeline).__name__
-        takes = "parallelize takes a model, or a pipeline with a `transformer`"
-        raise ConfigError(f"{takes}, and {name} has none: give the model itself")
+        needed = "parallelize needs a model, or a pipeline with a `transformer`"
+        raise ConfigError(f"{needed}; {name} has none: give the model itself")
     return models
 
 

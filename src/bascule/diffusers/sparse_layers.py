@@ -1,9 +1,9 @@
 """Block-sparse attention of a model over a mesh: a plan for every layer, reused in later steps.
 
-Blocks are dealt to the ranks in turns, so that work is nearly even before anything is planned.
-After a layer's attention its next step is planned: from the masks of that step, else from counts
-of the blocks that this step's rule chose. A plan is reused while it is even enough, as in db-SP.
-With several meshes, each layer attends on the one that is predicted to be fastest.
+Ranks get blocks in turns, so work is nearly even before anything is planned. After a layer's
+attention, its next step is planned: from the masks of that step, else from counts of the blocks
+that the rule chose in this step. A layer keeps a plan while its work is even enough, as in db-SP.
+If there are several meshes, each layer attends on the mesh with the shortest predicted time.
 
 Shapes: B batch, H query heads, T tokens of this rank, D head width; Q query blocks and C key
 blocks of the sequence.
@@ -58,34 +58,34 @@ _LEAST_SHARE = 1e-9
 class SparseConfig:
     """Settings of block-sparse attention: which blocks are computed, and how ranks share them.
 
-    Give one of `masks`, `keep`, `mass` and `rule`. Tokens of a segment "text" see all and are seen
-    by all.
+    Give one of `masks`, `keep`, `mass` and `rule`. Tokens of a segment "text" see all tokens, and
+    all tokens see them.
 
     Attributes:
-        masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
-            `workload.load_masks`. Leading dims may be missing; one step or layer stands for all.
-        keep: Share of the key blocks that a query block sees: those with the highest products of
-            mean queries and keys, and its own block.
-        mass: Least share of the softmax of these products that a query block sees.
+        masks: (steps, layers, heads, blocks, blocks) bool, True where computed; or a file that
+            `workload.load_masks` reads. Leading dims may be missing; one step or layer fits all.
+        keep: Share of the key blocks that a query block sees: its own block, and the blocks with
+            the highest products of mean query and mean key.
+        mass: Least share of the softmax of these products that a query block must see.
         rule: A function (q, k, at) of mean queries (B, h, P, D) and keys (B, h, C, D), for h heads
             with P query blocks on this rank and C key blocks of the sequence. It returns bool
             (B, h, P, C), True where computed; `at` is a `RuleCall`. Or a `BlockRule` of
             `attention.sparse`: `sparge`, `spatial_or_temporal`, `radial`, `sliding_tiles`. Or
             `Clusters`, which form blocks of similar tokens.
-        block: Tokens of a block; or of query blocks and of key blocks, as (64, 128).
+        block: Tokens per block; or tokens per query block and per key block, as (64, 128).
         orders: (heads, tokens), or (layers, heads, tokens): the token at each place of a head, as
-            in PAROAttention; blocks are cut in this order. Text tokens have no entry, and stay.
-        method: Placement of blocks, as for `SparsePlanner`; "paper" needs masks, or no ring;
-            "in_order" is without balance, to compare with.
+            in PAROAttention. Blocks follow this order. Text tokens have no entry and do not move.
+        method: How to place blocks, as for `SparsePlanner`. "paper" needs masks, or no ring;
+            "in_order" does not balance, for comparison.
         stripe: Tokens that a rank gets at a time, a multiple of `block`. Default: the smallest,
             which is the most even.
         target: Imbalance at which "minimal_move" stops. Default: 1.005; 1.02 on a ring without
             Ulysses ranks, which needs no exchange as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
-        dense_layers: Layers that attend to everything, by the order of attention calls.
-        passes_per_step: Forward passes of a denoising step: 2 with guidance in a pass of its own.
+        dense_layers: Layers that attend to all blocks, numbered in the order of attention calls.
+        passes_per_step: Forward passes per denoising step: 2 if guidance has a pass of its own.
         kernel: Name of a block kernel that skips blocks. Default: the first that runs here.
-        strategies: Choice of a mesh by each layer in each step. None: the mesh of `parallelize`.
+        strategies: Let each layer choose a mesh in each step. None: the mesh of `parallelize`.
     """
 
     masks: Bools | str | Path | None = None
@@ -174,7 +174,7 @@ class SparseConfig:
             raise ConfigError(
                 f"sparse: masks of {sizes[0]} heads and {sizes[1]} x {sizes[2]} blocks, but the "
                 f"model has {num_heads} heads and {q if q == kv else f'{q} x {kv}'} blocks of "
-                f"{self.block} tokens, {int(blocks.q_is_text.sum())} of them text"
+                f"{self.block} tokens, {int(blocks.q_is_text.sum())} of them text: give such masks"
             )
         if steps > 1 and step >= steps:
             raise ConfigError(
@@ -196,7 +196,7 @@ class SparseConfig:
             raise ConfigError(
                 f"sparse: orders (heads, tokens) of shape {orders.shape} for layer {key.layer}, "
                 f"whose segments {key.names} have {key.segments} tokens, {key.num_heads} heads: "
-                "give orders of the only segment besides text, one to heads with the same keys"
+                "give orders of the only segment besides text, equal in heads that share keys"
             )
         order = np.tile(np.arange(bounds[-1]), (num_heads, 1))
         order[:, segments[0]] = orders[::group] + segments[0].start
@@ -212,7 +212,7 @@ class SparseConfig:
         return self.rule if isinstance(self.rule, BlockRule | Clusters) else None
 
     def seen(self, masks: Bools | None, layer: int, step: int, blocks: "Blocks") -> Seen:
-        """Return what rows see: by the masks (H, Q, C) or by the rule, and with all text."""
+        """Return what rows see: blocks by the masks (H, Q, C) or by the rule, and all text."""
         dense = blocks.dense
         if masks is not None:
             return lambda rows: masks[rows.heads, rows.blocks] | dense[rows.blocks]
@@ -301,7 +301,7 @@ def _masks_of(masks: Bools | str | Path) -> Bools:
 
 @dataclass(frozen=True, slots=True)
 class LayerKey:
-    """A layer, and the sizes that its plan is for."""
+    """A layer, and the sizes for which it is planned."""
 
     layer: int  # by the order of attention calls
     names: tuple[str, ...]  # of the segments of its sequence
@@ -334,13 +334,13 @@ class SparseLayer:
 
     @property
     def density(self) -> float:
-        """Computed share of all pairs of tokens, in the last pass."""
+        """Share of all pairs of tokens that the last pass computed."""
         pairs = self.key.num_heads * sum(self.key.segments) ** 2
         return float(self.used.tiles.sum()) / max(pairs, 1)
 
     @property
     def imbalance(self) -> float:
-        """Rho of db-SP, equation 1, in the last pass."""
+        """Imbalance of the last pass: rho in equation 1 of db-SP."""
         return self.used.imbalance
 
     @property
@@ -355,7 +355,7 @@ class SparseLayer:
 
     @property
     def num_switches(self) -> int:
-        """Number of times that the layer left its mesh."""
+        """Number of times that the layer changed its mesh."""
         return 0 if self.plans.choice is None else self.plans.choice.num_switches
 
 
@@ -387,7 +387,7 @@ class SparseLayers:
         return sum(map(len, self._states.values()))
 
     def hold(self, forward: object) -> None:
-        """Keep a pass alive, which compiled code finds by its number."""
+        """Keep a pass alive, so that compiled code can find it by its number."""
         if forward not in self._running:
             self._running.append(forward)
 
@@ -419,7 +419,7 @@ class SparseLayers:
         return plan, self.mesh_of(plan), self.config.seen(masks, key.layer, step, blocks)
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
-        """Return the mesh that a plan is for."""
+        """Return the mesh for which a plan was made."""
         return self._meshes[plan.ring_degree, plan.ulysses_degree]
 
     def end(self, key: LayerKey, masks: Counts) -> SparseLayer:
@@ -457,7 +457,7 @@ class SparseLayers:
         tokens = np.bincount(kv.home, kv.lens, num_ranks).astype(np.int64)
         if tokens.min() == 0 and not self._states_of(key):  # for the first layer only
             logger.warning(
-                "sparse: %d blocks, %d tokens to a rank at a time, leave some of %d ranks without "
+                "sparse: %d blocks, dealt %d tokens at a time, leave some of %d ranks without "
                 "tokens: use smaller blocks or stripes",
                 *(q.lens.size, self.config.dealt, num_ranks),
             )
@@ -534,7 +534,7 @@ class SparsePass:
         self.ticket = torch.tensor([int(self.ticket[0]), layer])
 
     def begin_block(self, name: str, is_again: bool) -> None:
-        """Begin a block; a recomputed block counts its layers from its first one again."""
+        """Begin a block; a recomputed block counts its layers again from its first layer."""
         first = self._first_of.setdefault(name, self._next)
         self._next = first if is_again else self._next
 
@@ -553,7 +553,7 @@ class SparsePass:
         keys: Bools | None,
         wire: Quantized | None = None,
     ) -> Tensor:
-        """Attend by the plan of a layer, (B, H, T, D); the first time, plan its next step."""
+        """Attend by a layer's plan, to (B, H, T, D); at the first call, plan its next step."""
         layers, (q, k, _) = self.layers, qkv
         options: Any = {"scale": scale, "kernel": layers.config.kernel, "keys": keys}
         options["comm_dtype"] = wire
@@ -583,7 +583,7 @@ class SparsePass:
         dense = max(config.dense_layers, default=-1)
         if dense >= self._next:
             calls = f"the model has the attention calls 0 to {self._next - 1}"
-            raise ConfigError(f"sparse: layer {dense} is to be dense, and {calls}")
+            raise ConfigError(f"sparse: dense_layers names {dense}, but {calls}: leave it out")
         for name, table, axis in (("masks", config.array, 1), ("orders", config.orders, 0)):
             if table is not None and table.shape[axis] not in (1, self._next):
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""A model with stand-ins for `forward` of the modules that a split table names."""
+"""Split models: wrappers (stand-ins) replace `forward` of the modules that a split table names."""
 
 import importlib
 import threading
@@ -41,7 +41,7 @@ from bascule.stand_in import StandIn
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The mesh and the settings by which a split model computes a call."""
+    """The mesh and the settings with which a split model computes a call."""
 
     mesh: AttentionMesh
     sparse: SparseLayers | None = None  # plans of block-sparse attention
@@ -51,7 +51,7 @@ class Way:
 
 @dataclass(slots=True)
 class Role:
-    """The tasks of a module, as the table has them."""
+    """The tasks that the split table gives a module."""
 
     is_block: bool = False
     scope: tuple[str, ...] | Keys | None = None  # segments attended to; None: as the module around
@@ -67,13 +67,13 @@ Check = Callable[["SplitModel", Callable[[], Any]], None]
 
 
 class SplitModel:
-    """A model that is split by a table.
+    """A model that is split over ranks as a table says.
 
-    Stand-ins belong to names of modules: a module that replaces another later, such as an adapter,
-    gets one before the next forward pass. Copies of the model are not split.
+    Wrappers (stand-ins) belong to names of modules. A module that later replaces another one, such
+    as an adapter, gets a wrapper before the next forward pass. Copies of the model are not split.
 
     Attributes:
-        way: How calls that begin now are computed; None: whole, on this rank.
+        way: How the next calls are computed; None: unsplit, on this rank.
         blocks: By name, each block and the segments of its outputs.
         forward: The running pass over a mesh, if there is one.
         is_running: Whether a call of the model runs, over a mesh or on this rank alone.
@@ -92,7 +92,7 @@ class SplitModel:
         *,
         check: Check | None = None,
     ) -> None:
-        """Split a model; its first call on each mesh is checked if the table is not ours."""
+        """Split a model; check the first call on each mesh if the table is not bascule's."""
         self.model, self.table = model, table
         self.options = options or AttentionOptions()
         kernel = self.options.kernel
@@ -100,7 +100,7 @@ class SplitModel:
         self.backend = kernel.name if isinstance(kernel, FunctionKernel) else None
         if sparse is not None and table.copied:
             raise ConfigError(
-                f"block-sparse attention deals tokens to the ranks, and every rank has "
+                f"block-sparse attention deals tokens to the ranks, but every rank has "
                 f"{' and '.join(table.copied)} of {type(model).__name__} whole: leave out sparse"
             )
         layers = None if sparse is None or mesh is None else SparseLayers(sparse, mesh)
@@ -130,7 +130,7 @@ class SplitModel:
 
     @property
     def is_split(self) -> bool:
-        """True while the stand-ins are in place."""
+        """True while the wrappers are in place."""
         return self._model_stand_in is not None
 
     @property
@@ -150,17 +150,17 @@ class SplitModel:
 
     @property
     def has_cache(self) -> bool:
-        """True if a cache may leave out blocks; refuses one that ranks cannot use."""
+        """True if a cache may skip blocks; refuses a cache that ranks cannot use."""
         is_shared = self.way is not None and self.way.mesh.whole is not None
         return self._caches.any_used(self.hooked, is_shared)
 
     @property
     def plain_forward(self) -> Callable[..., Any]:
-        """The model's `forward` without stand-in and hooks."""
+        """The model's `forward` without wrapper and hooks."""
         return self.model.forward if self._model_stand_in is None else self._model_stand_in.method
 
     def remove(self) -> None:
-        """Remove all stand-ins: the model is as it was before the split."""
+        """Remove all wrappers: the model is as it was before the split."""
         self._remove_stand_ins()
         self._caches.leave()
         if self._backend is not None:
@@ -177,7 +177,7 @@ class SplitModel:
 
     @contextmanager
     def taking(self, way: Way | None) -> Iterator[None]:
-        """Compute calls within this scope in another way; None: whole, on this rank."""
+        """Compute calls within this scope in another way; None: unsplit, on this rank."""
         before, self.way = self.way, way
         try:
             yield
@@ -205,7 +205,7 @@ class SplitModel:
     # --- a call of the model ----------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Prepare a compiled call: follow replaced modules and caches, compare inputs."""
+        """Prepare a compiled call: wrap replaced modules, check caches, compare inputs."""
         if modes := modes_of_others():
             refuse_modes(modes, "a compiled model")
         self._follow()
@@ -370,7 +370,7 @@ class SplitModel:
                 raise ConfigError(
                     f"{name} runs outside of the forward pass of its model, which is split over "
                     "ranks: call the model itself, which must not be a generator; to checkpoint, "
-                    "enable_gradient_checkpointing(handle.checkpoint)"
+                    "call enable_gradient_checkpointing(handle.checkpoint)"
                 )
             return forward(*args, **kwargs)
         if role.is_block:
@@ -517,7 +517,7 @@ def _copy_of(function: Any) -> Any:
 
 
 def signature_of(inputs: Any) -> object:
-    """Return names, types, shapes and dtypes of inputs; numbers may change with every step."""
+    """Return names, types, shapes and dtypes of inputs; leave out numbers, which steps change."""
     if isinstance(inputs, Tensor):
         return type(inputs), inputs.shape, inputs.dtype
     if isinstance(inputs, Mapping):

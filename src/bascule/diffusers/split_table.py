@@ -1,7 +1,7 @@
-"""Split tables: the places in a model where tokens are cut, attended to and gathered.
+"""Split tables: the places in a model where tokens are sharded, attended to and gathered.
 
 A table names modules as `model.named_modules()` does; `*` stands for one part of a name, a final
-`-1` for the last module of a list, and "" for the model itself. Only dims of tokens are cut.
+`-1` for the last module of a list, and "" for the model itself. Only dims of tokens are sharded.
 """
 
 import inspect
@@ -17,14 +17,14 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A cut of a segment's tokens in a tensor, or in each tensor of a list or mapping."""
+    """Shards the tokens of a segment in a tensor, or in each tensor of a list or mapping."""
 
-    # A segment; or consecutive ones, whose lengths earlier cuts gave, but for one at most. With (),
-    # a tensor is cut evenly.
+    # A segment, or consecutive segments; earlier cuts must give the lengths of all but one. ():
+    # shard the tensor evenly.
     segment: str | tuple[str, ...]
     dim: int = 1  # of tokens
-    # Only tensors with so many dims are cut. Default: all. 0: a whole number, which counts first
-    # tokens of the segment, and its length if no cut gave that; a rank gets its share of them.
+    # Shard only tensors with so many dims; None: all. 0: an integer, which counts first tokens of
+    # the segment (all of them if no cut gave its length); a rank gets its share of the count.
     ndim: int | None = None
 
     @property
@@ -35,10 +35,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask of a segment, which goes to attention whole, and not to the module.
+    """A mask of a segment's keys: attention gets the whole mask, and the module gets None.
 
-    (B, tokens), nonzero where seen; or, for attention to this segment alone, (B, tokens, tokens) as
-    torch takes it.
+    Its shape is (B, tokens), nonzero where seen; or, for attention within this segment alone, (B,
+    tokens, tokens) as in torch.
     """
 
     segment: str
@@ -49,10 +49,10 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Attention to another segment that is cut, whose keys and values are gathered.
+    """Attention to another sharded segment, whose keys and values every rank gathers.
 
-    Of several segments, the queries are tokens of one; those of copied segments may also attend to
-    themselves.
+    If there are several segments, the queries are tokens of one of them. Queries of a copied
+    segment may also attend to that segment alone.
     """
 
     segment: str | tuple[str, ...]
@@ -64,24 +64,24 @@ class Keys:
 
 
 Input = Cut | Mask | Mapping[int, Cut]
-"""An argument: cut, or given to attention, or a tuple of which some places are cut."""
+"""An argument to shard, a mask for attention, or a tuple of which some places are sharded."""
 Output = str | tuple[str, ...] | Cut
 
 
 @dataclass(frozen=True)
 class SplitTable:
-    """Tensors of a model that are cut into the ranks' shares, and tensors that are gathered."""
+    """The tensors of a model to shard over ranks, and the tensors to gather."""
 
     # segments of the sequence, in its order, that modules attend to unless `attends` names them
     segments: tuple[str, ...]
-    # arguments that are cut, in this order, and masks that go to attention, by module and argument
+    # arguments to shard, in this order, and masks for attention, by module and argument
     inputs: Mapping[str, Mapping[str, Input]]
-    gathers: Mapping[str, Cut]  # outputs of modules that are made whole; of a tuple, the first
+    gathers: Mapping[str, Cut]  # outputs of modules to gather; of a tuple, the first
     # Modules that attend over the mesh, with the segments of each tensor that they return: one, or
     # consecutive ones, of dim 1 or in a `Cut`. `verify` leaves out modules with ().
     blocks: Mapping[str, tuple[Output, ...]]
     replicated: tuple[str, ...] = ()  # other arguments with tensors: every rank has all of them
-    # outputs that are cut, by module and place in its tuple; a single tensor is at place 0
+    # outputs to shard, by module and place in its tuple; a single tensor is at place 0
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
     # Modules that attend to other segments, in this order; (): every rank has all keys, and
     # attention is left local. The innermost matching module wins.
@@ -102,7 +102,7 @@ Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and the child
 
 
 def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the modules that match a pattern; refuse none, but for empty lists or None."""
+    """Return the modules that match a pattern; refuse no match, unless a list is empty or None."""
     modules = dict(model.named_modules())
     matching = _matching(modules, pattern)
     if not matching and not _is_absent(modules, pattern):
@@ -113,7 +113,7 @@ def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def check_table(model: nn.Module, table: SplitTable) -> None:
-    """Refuse a table that names an argument that a module lacks, or a segment that is not cut."""
+    """Refuse a table with an argument that its module lacks, or a segment that it never cuts."""
     of_model = *table.replicated, *table.unbatched, *table.refused, *table.listed, *table.alike
     of_model += tuple(table.batch_dims)
     arguments = [(type(model).__name__, model, name) for name in of_model]
@@ -125,9 +125,9 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         if not takes_any and name not in parameters_of(module):
             raise ConfigError(
-                f"the split table names an argument {name!r} of {path}, and it takes "
+                f"the split table names an argument {name!r} of {path}, which accepts only "
                 f"{', '.join(parameters_of(module))}: correct the table, or use the version of "
-                f"{type(module).__module__.partition('.')[0]} that it was written for"
+                f"{type(module).__module__.partition('.')[0]} for which it was written"
             )
     inputs = [cut for cuts in table.inputs.values() for cut in cuts.values()]
     cuts = [cut for cut in inputs if isinstance(cut, Cut)]
@@ -143,12 +143,12 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
         if name not in cut_segments:
             names = ", ".join(sorted(cut_segments)) or "none"
             raise ConfigError(
-                f"the split table names the segment {name!r}, and cuts {names}: cut it too"
+                f"the split table names the segment {name!r}, but cuts only {names}: cut it, too"
             )
 
 
 def links_to(model: nn.Module, names: Iterable[str]) -> tuple[Link, ...]:
-    """Return the links on the paths from a model to modules of these names, each once."""
+    """Return each link from parent to child on the paths from a model to the named modules."""
     links: dict[tuple[int, str], Link] = {}
     for name in names:
         parent = model

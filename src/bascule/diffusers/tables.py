@@ -1,4 +1,4 @@
-"""Split tables of diffusers models, by class: tensors that are cut, attended to and gathered."""
+"""Split tables of diffusers models, by class: tensors to shard, to attend to and to gather."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -500,11 +500,11 @@ WITHOUT_TABLE: Mapping[str, str] = {  # reasons, by name of a class of diffusers
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model within wrappers of DDP, torch.compile and PEFT, which pass calls on."""
+    """Return the model inside wrappers of DDP, torch.compile and PEFT."""
     wrapper: Any = model
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
-            f"FSDP 1 shards a {type(model.module).__name__} in a way that cannot be split: use "
+            f"bascule cannot split a {type(model.module).__name__} that FSDP 1 shards: use "
             "fully_shard(model) (FSDP 2)"
         )
     if isinstance(model, DistributedDataParallel):
@@ -525,7 +525,7 @@ def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = No
     if getattr(model, "union", False):
         raise ConfigError(
             f"no split table for a {type(model).__name__} that is a union, whose text gets a token "
-            "for its mode: leave it whole, beside a split transformer"
+            "for its mode: do not split it, but only the transformer beside it"
         )
     if name in TABLES:
         return TABLES[name]
@@ -537,7 +537,7 @@ def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = No
         return table_from_plan(model, plan)
     for path, module in model.named_modules():
         if name := _class_name(TABLES, module):
-            raise ConfigError(f"{kind}, which holds a {name}: give that, its {path!r}")
+            raise ConfigError(f"{kind}, which holds a {name}: split that, its {path!r}")
     raise ConfigError(
         f"{kind}: write one for parallelize(.., table=SplitTable(..)), as in Adding a table of "
         "docs/sequence_parallel.md, or use context_parallel(mesh) around its calls"

@@ -1,4 +1,4 @@
-"""A model over ranks compared with one process block by block, and a pipeline phase by phase."""
+"""Compare a model over ranks with one process block by block, and a pipeline phase by phase."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,9 +43,9 @@ class Verification:
     """Relative L2 errors of a model on a mesh against one process; the same on every rank.
 
     Attributes:
-        blocks: Errors by block and segment, as they ran; of a pipeline, by phase, and by block in
-            the first step that differs.
-        outputs: Errors by place in the output of the model; none of a pipeline.
+        blocks: Errors by block and segment, in the order of the run; for a pipeline, by phase, and
+            by block in the first step that differs.
+        outputs: Errors by place in the output of the model; empty for a pipeline.
         tolerance: Largest error that passes, by the dtype of the first output or the latents.
     """
 
@@ -83,9 +83,9 @@ class Verification:
 
 @shared("verify")
 def verify(split: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
-    """Compare a model with one process, on each of the meshes that the ranks of a group form."""
+    """Compare a model with one process, on all meshes of the ranks of a group."""
     if split.has_cache:
-        raise ConfigError("verify: the model has a cache of steps: call disable_cache() first")
+        raise ConfigError("verify: the model uses a step cache: call disable_cache() first")
     if group is not None:
         compare_inputs(Fingerprint.of(inputs), group, "verify")
     was_checked, split.is_checked = split.is_checked, True  # calls within need no check
@@ -238,7 +238,7 @@ def _name_of(split: SplitModel, block: str, place: int) -> str:
 
 def _tolerance_of(dtype: torch.dtype) -> float:
     if dtype not in _TOLERANCES:
-        raise ConfigError(f"verify: the model returns {dtype}, and not one of {list(_TOLERANCES)}")
+        raise ConfigError(f"verify: the model returns {dtype}: return one of {list(_TOLERANCES)}")
     return _TOLERANCES[dtype]
 
 
@@ -297,7 +297,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class PipelineComparison:
-    """A comparison of a pipeline over ranks with one process."""
+    """Compares a pipeline over ranks with one process."""
 
     pipeline: Any
     splits: Sequence[SplitModel]  # the pipeline's transformers

@@ -106,7 +106,7 @@ def apply_rotary(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
 
 
 class Interleaving:
-    """Order of text and image rows in a packed tensor; the host counts text if not given it."""
+    """Order of text and image rows in a packed tensor; without `num_text`, the host counts it."""
 
     def __init__(self, is_image_T: Tensor, num_text: int | None = None) -> None:
         _check(is_image_T)
@@ -138,7 +138,7 @@ def _check(is_image_T: Tensor) -> None:
 
 
 class TokenLayout:
-    """Rows, samples and angles of tokens for all blocks; FSDP2 would cast those of a dataclass."""
+    """Rows, samples and angles of tokens for all blocks; FSDP2 would cast a dataclass's tensors."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Exchange(Protocol):
-    """One step's movement of tokens between ranks, which call all methods in the same order.
+    """Moves the tokens of one step between ranks, which call all methods in the same order.
 
     All methods are differentiable. No implementation is a dataclass: FSDP2 would cast its tensors.
     """

@@ -19,7 +19,7 @@ OutLse = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KernelQuery:
-    """What a call of attention needs of a kernel."""
+    """The properties of an attention call that its kernel must support."""
 
     device_type: str  # where the tensors are
     dtype: torch.dtype | None = None  # of q, k and v; None where the caller does not say
@@ -32,7 +32,7 @@ class KernelQuery:
 
 
 class Attended(NamedTuple):
-    """Arguments of a forward, and its results."""
+    """Arguments of a forward pass, and its results."""
 
     q: Tensor  # (B, H, Sq, D) queries
     k: Tensor  # (B, K, Sk, D) keys
@@ -47,7 +47,7 @@ class AttentionKernel(Protocol):
     """Exact attention of one block and its gradients, neither of them recorded by autograd."""
 
     def unfit(self, query: KernelQuery) -> str | None:
-        """Return why the kernel cannot compute such a call, to end a sentence; None if it can."""
+        """Return why the kernel cannot compute a call, as a sentence's end; None if it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
@@ -95,7 +95,7 @@ def forward_each(
     mask: AttentionMask,
     scale: float,
 ) -> OutLse:
-    """Return out and LSE of packed sequences, by a `forward` that takes one at a time."""
+    """Return out and LSE of packed sequences, by calling `attend` for each sequence."""
     out = torch.zeros_like(q)  # with its strides
     lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
     alone = AttentionMask(causal=mask.causal)
@@ -110,7 +110,7 @@ def forward_each(
 def backward_each(
     gradients: Callable[[Tensor, Attended], Grads], grad: Tensor, done: Attended
 ) -> Grads:
-    """Return the gradients of `forward_each`, by a `backward` that takes one at a time."""
+    """Return the gradients of `forward_each`, by calling `gradients` for each sequence."""
     q, k, v, out, lse, mask, scale = done
     wide = wide_dtype(q)
     dq, dk, dv = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
@@ -135,14 +135,14 @@ def _by_sequence(
 
 
 def no_module(name: str) -> str | None:
-    """Return why a kernel of a module that is not installed cannot compute anything."""
+    """Return why a kernel cannot run if its module is not installed; None if it is."""
     if importlib.util.find_spec(name) is None:
         return f"needs the module {name}, which is not installed"
     return None
 
 
 def blocks_of(mask: AttentionMask) -> BlockRows:
-    """Return the blocks of a mask of a block-sparse kernel."""
+    """Return the blocks of a mask, which a block-sparse kernel needs."""
     assert mask.blocks is not None
     return mask.blocks
 
@@ -184,7 +184,7 @@ def without_empty_rows(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def finite(lse: Tensor) -> Tensor:
-    """Replace -inf by 0: under any number a query without keys has weights of 0, under -inf nan."""
+    """Replace -inf by 0, so that a query without keys has weights of 0, not nan."""
     return lse.masked_fill(torch.isneginf(lse), 0.0)
 
 

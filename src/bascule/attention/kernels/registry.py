@@ -256,19 +256,19 @@ def gradients_by_recomputation(
 class FunctionKernel:
     """A function of yours that computes attention on one device, for `kernel=`.
 
-    Packed sequences come to it one by one, as a batch of one. Keys and values have as many heads
-    as queries; a causal call has as many keys as queries.
+    It gets packed sequences one by one, as a batch of one. Keys and values have as many heads as
+    queries; a causal call has as many keys as queries.
 
     Attributes:
-        name: For errors; ranks compare it, and all give the same function.
+        name: Name in errors. Ranks compare it; all ranks must give the same function.
         attend: `attend(q, k, v, is_causal=.., scale=..)` returns out as q (B, H, Sq, D), for keys
             and values (B, H, Sk, D) and scores times `scale`.
-        gradients: `gradients(grad, q, k, v, out, lse, is_causal=.., scale=..)` returns those of q,
-            k and v; in a ring out and lse are over more keys than these. Default: by autograd.
-        gives_lse: True if `attend` returns (out, lse): the natural-log sum-exp of the scaled
-            scores, (B, H, Sq), which rings and `overlap` need; without `gradients` with a gradient.
-        takes_mask: True if both take `attn_mask=` where there is a mask. It is added to the scores,
-            and broadcasts to (B, H, Sq, Sk).
+        gradients: `gradients(grad, q, k, v, out, lse, is_causal=.., scale=..)` returns gradients of
+            q, k and v; in a ring, out and lse cover more keys than k. Default: autograd.
+        gives_lse: True if `attend` returns (out, lse). Rings and `overlap` need lse (B, H, Sq), the
+            log-sum-exp of scaled scores; without `gradients` it must be differentiable.
+        takes_mask: True if both functions accept `attn_mask=`, which is added to the scores and
+            broadcasts to (B, H, Sq, Sk).
 
     Raises:
         ConfigError: The name is empty, or a function cannot be called.
@@ -301,11 +301,11 @@ class FunctionKernel:
         return f"{refused} (takes_mask=True says so)" if refused == "takes no mask" else refused
 
     def check_parts(self, num_parts: int) -> None:
-        """Refuse several parts of an attention without what merges them."""
+        """Refuse several parts of an attention if the kernel gives no LSE to merge them."""
         if num_parts > 1 and not self.gives_lse:
             raise ConfigError(
-                f"kernel {self.name!r} gives no log-sum-exp, which merges the parts of a ring, of "
-                "overlap or of a mask: return (out, lse) and say gives_lse=True, or leave these out"
+                f"kernel {self.name!r} gives no log-sum-exp, but a ring, overlap or mask needs it "
+                "to merge parts: return (out, lse) and set gives_lse=True, or leave these out"
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
@@ -341,7 +341,7 @@ class FunctionKernel:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> OutLse:
             out, lse = self.forward(q, k, v, mask, scale)
             if not (out.requires_grad and (lse.requires_grad or not self.gives_lse)):
-                raise ConfigError(f"kernel {self.name!r} has no autograd: give it gradients=..")
+                raise ConfigError(f"kernel {self.name!r} has no autograd: set its gradients=..")
             return out, lse
 
         return attend
@@ -378,7 +378,7 @@ _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan
 
 
 def check_name(name: object) -> None:
-    """Refuse what is neither a key of `KERNELS`, a `FunctionKernel` nor None."""
+    """Refuse a kernel that is neither a key of `KERNELS`, a `FunctionKernel` nor None."""
     is_key = isinstance(name, str) and name in KERNELS
     if not (is_key or isinstance(name, FunctionKernel | None)):
         advice = ", or give FunctionKernel(name, function)" if callable(name) else ""

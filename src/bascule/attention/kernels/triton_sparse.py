@@ -25,7 +25,7 @@ LN2 = tl.constexpr(math.log(2))
 
 
 def sizes_of(dtype: torch.dtype, block: int | None = None) -> dict[str, int]:
-    """Return how much a program works on at a time, and how it is run; for gradients no block."""
+    """Return tile sizes and launch options of a Triton program; `block` is None for gradients."""
     queries, keys, num_warps, num_stages = 64, 64, 4, 1
     if dtype == torch.float32:
         queries = keys = 32
@@ -61,7 +61,7 @@ def gradients(
     rows: BlockRows,
     scale: float,
 ) -> Grads:
-    """Return the gradients of q, k and v, where `out` and `lse` are those over all keys."""
+    """Return the gradients of q, k and v; `out` and `lse` cover all keys."""
     options = {"D": q.shape[3], **sizes_of(q.dtype)}
     by_queries, by_keys = (triton.cdiv(rows.block, options[x]) for x in ("QUERIES", "KEYS"))
     grad, q, k, v, lse = (x.contiguous() for x in (grad, q, k, v, lse))

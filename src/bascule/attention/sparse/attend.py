@@ -1,7 +1,7 @@
-"""Block-sparse attention over a mesh, by a plan: every rank computes what the plan gives it.
+"""Block-sparse attention over a mesh: every rank computes the blocks that a plan gives it.
 
-One uneven all-to-all takes queries, keys and values to where they are used; the ring passes keys
-and values on, with kernels that skip blocks; one all-to-all brings it home (db-SP has three).
+One uneven all-to-all sends queries, keys and values to the ranks that use them. The ring passes
+keys and values on; kernels skip blocks. One all-to-all returns the output (db-SP uses three).
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; Q query
 blocks and C key blocks of the sequence; X (head, query block) rows that a rank computes; R ring
@@ -57,7 +57,7 @@ class SparseTables:
 
     @property
     def plan(self) -> SparsePlan:
-        """The plan, which the caller holds."""
+        """The plan, which the caller keeps alive."""
         plan = self.of()
         assert plan is not None
         return plan
@@ -203,7 +203,7 @@ class WholeMasks:
 
 
 def rows_of(masks: Bools | Tensor) -> WholeMasks:
-    """Return the `seen` of masks (H, Q, C) that all ranks have, as from a file."""
+    """Make the argument `seen` from masks (H, Q, C) that all ranks have, as from a file."""
     array = masks.cpu().numpy() if isinstance(masks, Tensor) else masks
     return WholeMasks(array, zlib.crc32(np.packbits(array != 0).tobytes()))
 
@@ -221,30 +221,30 @@ def sparse_attention(
     keys: Bools | None = None,
     comm_dtype: CommDtype | None = None,
 ) -> Tensor:
-    """Attend exactly to the blocks of a mask; tokens are at home as the plan says. Return as q.
+    """Attend exactly to the blocks of a mask; q, k and v lie as the plan says. Return as q.
 
-    Two all-to-alls over all ranks, but none if the plan needs no row of another rank; R - 1
-    exchanges around the ring; and twice that backward. The first call with a plan takes an
-    all-gather, in which ranks agree; a `BlockRule` takes two in the ring, if it looks at keys.
+    It costs two all-to-alls over all ranks (none if the plan moves no row) and R - 1 exchanges
+    around the ring, and twice that backward. The first call with a plan adds an all-gather, in
+    which ranks agree; a `BlockRule` that looks at keys adds two all-gathers in the ring.
 
     Args:
         q: (B, H, T, D) queries of this rank's blocks, in the order of the sequence.
         k: (B, K, T, D) keys; H is a multiple of K.
         v: (B, K, T, D) values.
         mesh: The ranks.
-        plan: Who computes what.
-        seen: Gives the rows of the mask that this rank computes. A token that sees nothing gives 0.
-            Whole masks (`rows_of`) are compared between ranks; rows that a function makes are not.
+        plan: Says which rank computes which blocks.
+        seen: Returns the rows of the mask that this rank computes. A token that sees nothing gives
+            0. Ranks compare whole masks (`rows_of`), but not rows that a function makes.
         scale: Factor of the scores. Default: D^-0.5.
         kernel: Name of a block kernel that skips blocks. Default: the first that runs here.
-        keys: (B, tokens of the sequence) or (1, ..), True where a query may see the key, the same
-            on all ranks; others have no effect, as pads. Default: all.
-        comm_dtype: "int8" or "e4m3" sends rows at 8 bits, which the backward treats as the
-            identity. Default: as they are.
+        keys: Bool (B, tokens of the sequence) or (1, ..), the same on all ranks; False hides a key,
+            such as padding. Default: all are seen.
+        comm_dtype: "int8" or "e4m3" sends rows in 8 bits; the backward pass ignores the rounding.
+            Default: their own dtype.
 
     Raises:
         ConfigError: Shapes, plan, masks or settings do not fit.
-        CommError: The ranks disagree, or a rank did not come in time.
+        CommError: The ranks disagree, or a rank did not make the call in time.
     """
     settings: Any = {"scale": scale, "kernel": kernel, "keys": keys, "comm_dtype": comm_dtype}
     return attend_sparse(q, k, v, mesh, plan, seen, **settings)[0]
@@ -264,9 +264,9 @@ def attend_sparse(
     keys: Bools | None = None,
     comm_dtype: CommDtype | None = None,
 ) -> tuple[Tensor, Counts]:
-    """Do `sparse_attention`; return also (B or 1, X, C) what the rows of this rank saw.
+    """Compute `sparse_attention`; return also the mask (B or 1, X, C) of this rank's rows.
 
-    With `Clusters` it is (1, X, ranks): counts of keys, by the rank that has them at home.
+    With `Clusters` return counts of keys (1, X, ranks) instead, by the rank that has them at home.
     """
     check_settings("sparse_attention", False, scale)
     wire = Quantized.of(comm_dtype)
@@ -278,7 +278,7 @@ def attend_sparse(
         if seen.array.shape != wanted:
             raise ConfigError(
                 f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted} "
-                "(heads, query blocks, key blocks): give those that the plan was made for"
+                "(heads, query blocks, key blocks): give the masks for which it was made"
             )
     elif not isinstance(seen, BlockRule | Clusters) and not callable(seen):
         raise ConfigError(
@@ -365,7 +365,7 @@ def _checked(tables: SparseTables, masks: Bools) -> Bools:
     dtype, shape = getattr(masks, "dtype", type(masks).__name__), getattr(masks, "shape", "")
     if dtype != np.bool_ or shape not in (wanted, (1, *wanted), whole):
         raise ConfigError(
-            f"rows of a mask {shape} of {dtype}: give bool {wanted}, or {whole} if items differ"
+            f"rows of a mask {shape} of {dtype}: return bool {wanted}, or {whole} if items differ"
         )
     return masks if masks.ndim == 3 else masks[None]
 
@@ -427,8 +427,8 @@ def gather_counts(
 ) -> Ints:
     """Count the tokens that each query block sees, (H, Q, R) by ring rank where keys are at home.
 
-    `SparsePlanner.plan` and `PlanReuse.after` take it for the next step; `LayerPlans.after` takes
-    (H, Q, U R), `by_rank`. Of the first batch item where masks differ. Two all-gathers.
+    `SparsePlanner.plan` and `PlanReuse.after` need it for the next step; `LayerPlans.after` needs
+    (H, Q, U R), by `by_rank`. Counts only the first batch item. Costs two all-gathers.
     """
     of_type("plan", plan, SparsePlan, _A_PLAN)
     of_type("masks", masks, np.ndarray, "what attend_sparse gives")
@@ -444,7 +444,7 @@ def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
     """Return masks (H, Q, C) of all rows, from (B or 1, X, C) here; refuse unlike batch items."""
     if masks.dtype != np.bool_:
         raise ConfigError(
-            "save_masks: Clusters are other blocks in each step: save masks of another rule"
+            "save_masks: Clusters form new blocks in each step: save masks of another rule"
         )
     is_alike = (masks == masks[:1]).all(axis=(0, 2))[:, None]
     bits = np.packbits(np.concatenate([is_alike, masks[0]], axis=1), axis=1)
@@ -452,7 +452,7 @@ def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
     cells = np.unpackbits(whole, axis=2, count=1 + masks.shape[2]).view(np.bool_)
     if not cells[..., 0].all():
         raise ConfigError(
-            "save_masks: samples of a batch see other blocks than each other: run them one by one"
+            "save_masks: samples of a batch see different blocks: run them one by one"
         )
     return cells[..., 1:]
 

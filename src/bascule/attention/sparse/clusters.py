@@ -1,12 +1,12 @@
 """Clusters of similar tokens as the blocks of attention, on any mesh: Sparse VideoGen 2.
 
-A plan moves blocks of the sequence, whatever the clusters. Ranks that share a head add up their
-parts of each cluster's mean, so that clusters equal one process's; then each orders the tokens
-that it has by cluster.
+A plan moves blocks of the sequence, not clusters. Ranks that share a head sum their parts of each
+cluster's mean, so clusters are the same as in one process. Then each rank sorts its tokens by
+cluster.
 
 Shapes: B batch, h heads that ranks share, X rows (head, block) of this rank with T tokens, D head
-width; M clusters of a head's queries, N of its keys. Text is one cluster more, which sees all and
-which all see.
+width; M clusters of a head's queries, N of its keys. Text is one more cluster, which sees all
+tokens and which all tokens see.
 """
 
 from dataclasses import dataclass, field
@@ -28,17 +28,17 @@ from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_lens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clusters:
-    """Let each cluster of queries see the key clusters that have a share of its softmax.
+    """Let each query cluster see the key clusters that hold the share `mass` of its softmax.
 
     Source: Sparse VideoGen 2 (arXiv:2505.18875), 4. Queries and keys of a head are clustered by
-    k-means. A cluster counts with its mean, once for each of its tokens. At each call clusters
-    begin as runs of the sequence; empty ones stay empty. Clusters are other blocks in each step,
-    so `save_masks` has no place for them.
+    k-means. A key cluster counts as its mean, once for each token. At each call clusters start as
+    runs of the sequence; empty clusters stay empty. Clusters differ in each step, so `save_masks`
+    refuses them.
 
     Attributes:
         num_q: Clusters of a head's queries, besides text.
         num_kv: Clusters of a head's keys, besides text.
-        mass: Share of the softmax.
+        mass: Share of the softmax to keep.
         rounds: Rounds of k-means. Ranks that share a head exchange (h, M, D + 1) and (h, N, D + 1)
             in each.
     """
@@ -57,7 +57,7 @@ class Clusters:
 
     @property
     def name(self) -> str:
-        """Its settings, which ranks compare."""
+        """The settings as text, which ranks compare."""
         return repr(self)
 
 

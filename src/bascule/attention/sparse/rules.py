@@ -1,4 +1,4 @@
-"""Rules: which blocks are computed, chosen from queries and keys where attention runs.
+"""Rules choose the blocks to compute, from queries and keys, where attention runs.
 
 A rule is a function (q, k, at) of features of this rank's query blocks, and of all key blocks of
 their heads. Its masks of a query block may depend on that block, on all keys of its head, and on
@@ -46,12 +46,12 @@ class RuleCall:
     is_ordered: bool = False  # heads have token orders of their own
 
     def of_rows(self, table: Bools) -> Tensor:
-        """Return (h, P, C) rows of a table of the blocks of the sequence."""
+        """Return rows (h, P, C) of a table (Q, C) of all blocks of the sequence."""
         return torch.from_numpy(table).to(self.device)[torch.from_numpy(self.blocks)]
 
     @property
     def always(self) -> Tensor:
-        """(h, P, C) key blocks with a query's own tokens, and rows and columns of text."""
+        """Key blocks (h, P, C) that share tokens with the query block, and all text."""
         (q, kv) = (cumulative(lens) for lens in (self.q_lens, self.kv_lens))
         overlaps = (q[:-1, None] < kv[1:]) & (kv[:-1] < q[1:, None])
         return self.of_rows(overlaps | self.q_is_text[:, None] | self.kv_is_text)
@@ -62,7 +62,7 @@ Pool = Callable[[Tensor, Tensor], Tensor]
 
 
 def means(tokens: Tensor, inside: Tensor) -> Tensor:
-    """Return the mean of each block (.., D), in float32 (float64 stays); 0 of no token."""
+    """Return the mean of each block (.., D), in float32 (float64 stays); 0 for an empty block."""
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     weights = inside.to(dtype) / inside.sum(dim=-1, keepdim=True).clamp(min=1)
     return torch.einsum("...ld,...l->...d", tokens.to(dtype), weights)
@@ -70,17 +70,17 @@ def means(tokens: Tensor, inside: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockRule:
-    """A rule with its own features of blocks; a function alone gets their means.
+    """A rule that defines its own features of blocks; a plain function gets the blocks' means.
 
-    Features of keys are gathered in the ring, so they cost what they weigh; None: of none.
+    The ring gathers features of keys, so large features cost time. None: the rule needs none.
 
     Attributes:
-        choose: Takes q (B, h, P, F), k (B, h, C, F) and a `RuleCall`, gives bool (B, h, P, C), True
-            where computed; B and h may be 1. Rows that `at.blocks` repeats do not count.
-        of_queries: Features of query blocks.
-        of_keys: Features of key blocks.
+        choose: Gets q (B, h, P, F), k (B, h, C, F) and a `RuleCall`; returns bool (B, h, P, C),
+            True where computed; B and h may be 1. Rows that `at.blocks` repeats do not count.
+        of_queries: Returns features of query blocks.
+        of_keys: Returns features of key blocks.
         with_values: Whether `of_keys` gets keys and values, (.., L, 2 D).
-        name: Ranks compare it.
+        name: Name of the rule, which ranks compare.
     """
 
     choose: Callable[[Tensor, Tensor, RuleCall], Tensor]
@@ -90,7 +90,7 @@ class BlockRule:
     name: str = ""
 
     def masks(self, q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
-        """Return what the rule chooses, (B or 1, h or 1, P or 1, C)."""
+        """Return the mask that the rule chooses, (B or 1, h or 1, P or 1, C)."""
         chosen: Any = self.choose(q, k, at)
         wanted = *q.shape[:3], at.kv_lens.size
         shape = tuple(getattr(chosen, "shape", ()))
@@ -104,22 +104,22 @@ class BlockRule:
 
 
 def rule_of(rule: object) -> BlockRule:
-    """Return a rule with the features that it takes."""
+    """Return a rule or a plain function as a `BlockRule` with a name."""
     made = rule if isinstance(rule, BlockRule) else BlockRule(function("rule", rule))
     name = made.name or getattr(made.choose, "__qualname__", type(made.choose).__name__)
     return replace(made, name=name)
 
 
 def in_blocks(x: Tensor, lens: npt.ArrayLike, longest: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (.., N, L, D) the tokens of N blocks of x (.., T, D), and (N, L) True where one is.
+    """Return the tokens of N blocks of x (.., T, D) as (.., N, L, D), and (N, L) True at tokens.
 
-    Short blocks are filled up with their first token: not even a NaN of others gets in.
+    Short blocks repeat their first token, so that no NaN of another block enters them.
     """
     lens_N = ints("block lengths", lens)
     if lens_N.sum() != x.shape[-2] or not lens_N.all():
         raise ConfigError(
             f"{lens_N.size} blocks have {lens_N.tolist()} tokens, and there are {x.shape[-2]}: "
-            "give the length of each block, at least 1"
+            "give lengths of at least 1 that add up to it"
         )
     starts_N, step = np.cumsum(lens_N) - lens_N, np.arange(lens_N.max(initial=longest))
     inside = step < lens_N[:, None]
@@ -131,7 +131,7 @@ def in_blocks(x: Tensor, lens: npt.ArrayLike, longest: int = 0) -> tuple[Tensor,
 def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> Tensor:
     """Keep the `num_keep` highest scores (.., P, C) of each row, `always` (.., P, C) among them.
 
-    A row of which more are always computed has these. ConfigError: `num_keep` is negative.
+    A row with more blocks in `always` keeps all of these. ConfigError: `num_keep` is negative.
     """
     num_keep = whole("keep_top_k: num_keep", num_keep)
     forced = scores if always is None else scores.masked_fill(always, torch.inf)
@@ -143,17 +143,17 @@ def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> T
 def keep_mass(
     scores: Tensor, mass: float, kv_lens: npt.ArrayLike, always: Tensor | None = None
 ) -> Tensor:
-    """Keep the fewest highest scores (.., P, C) of each row that have this share of its softmax.
+    """Keep in each row of scores (.., P, C) the fewest blocks that hold this share of its softmax.
 
     A key block counts once for each of its tokens `kv_lens` (C,), as if all had its mean key.
-    `always` (.., P, C) is kept too, beyond the share. ConfigError: `mass` is not in 0 to 1, or
-    there are other lengths than key blocks.
+    `always` (.., P, C) is kept, too, beyond the share. ConfigError: `mass` is not in 0 to 1, or
+    `kv_lens` does not have one length for each key block.
     """
     mass = number("keep_mass: mass", mass, 0.0, 1.0)
     tokens = torch.from_numpy(np.asarray(kv_lens, dtype=np.float64)).to(scores)
     if tokens.shape != scores.shape[-1:]:
         raise ConfigError(
-            f"keep_mass: {tokens.numel()} lengths of key blocks for scores of {scores.shape[-1]}"
+            f"keep_mass: {tokens.numel()} lengths for {scores.shape[-1]} key blocks: give one each"
         )
     shares = (scores + tokens.log()).softmax(dim=-1)
     highest = shares.sort(dim=-1, descending=True, stable=True)
@@ -165,7 +165,7 @@ def keep_mass(
 
 
 def top_share(keep: float) -> BlockRule:
-    """Keep this share of the key blocks, those with the highest products of means."""
+    """Keep this share of the key blocks: those with the highest products of mean q and mean k."""
     keep = number("top_share: keep", keep, 0.0, 1.0)
 
     def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
@@ -176,7 +176,7 @@ def top_share(keep: float) -> BlockRule:
 
 
 def top_mass(mass: float) -> BlockRule:
-    """Keep the blocks that have this share of the softmax of products of means."""
+    """Keep the blocks that hold this share of the softmax of products of mean q and mean k."""
     mass = number("top_mass: mass", mass, 0.0, 1.0)
 
     def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
@@ -186,11 +186,11 @@ def top_mass(mass: float) -> BlockRule:
 
 
 def sparge(mass: float, alike: float) -> BlockRule:
-    """Keep a share of the softmax of products of means, and all where tokens are not alike.
+    """Keep blocks as `top_mass` does, and also all blocks whose tokens are unlike each other.
 
-    Source: SpargeAttn (arXiv:2502.18137), 3.2. A block whose tokens have a mean cosine below
-    `alike` is not told by its mean: its row and its column are computed, and its keys leave the
-    softmax.
+    Source: SpargeAttn (arXiv:2502.18137), 3.2. If the mean cosine of a block's tokens is below
+    `alike`, its mean does not represent it: its row and column are computed, and the softmax leaves
+    out its keys.
     """
     mass, alike = number("sparge: mass", mass, 0.0, 1.0), number("sparge: alike", alike, -1.0, 1.0)
 
@@ -211,17 +211,17 @@ def sparge(mass: float, alike: float) -> BlockRule:
 def spatial_or_temporal(
     grid: grids.Grid, *, near: int = 1, width: int = 32, every: int = 16
 ) -> BlockRule:
-    """Let each head see near frames, or near places in all frames, whichever changes it less.
+    """Let each head see near frames, or near places in all frames, whichever has less error.
 
-    Source: Sparse VideoGen (arXiv:2502.01776), 3: errors of the outputs of sampled queries decide.
-    Both masks have the first frame and text. The sampled queries see all keys and values, which a
+    Source: Sparse VideoGen (arXiv:2502.01776), 3: output errors of sampled queries decide. Both
+    masks include the first frame and text. The sampled queries need all keys and values, which a
     ring gathers.
 
     Args:
         grid: Frames, height and width of the video's tokens.
-        near: Frames apart.
-        width: Tokens apart, of their places in a frame.
-        every: One query of each so many blocks is sampled.
+        near: Largest distance of near frames.
+        width: Largest distance of near places within a frame, in tokens.
+        every: Sample one query from every so many blocks.
     """
     whole("spatial_or_temporal: every", every, 1)
     spatial = _of_frames(grid, lambda far, gap: far <= near)
@@ -259,11 +259,11 @@ def spatial_or_temporal(
 
 
 def radial(grid: grids.Grid) -> BlockRule:
-    """See a window of places that halves with each doubling of the distance in frames.
+    """Let queries see a window of places that halves with each doubling of the frame distance.
 
-    Source: Radial Attention (arXiv:2506.19852), 4.2: energy decays with the distance. Windows below
-    one place become frames at growing distances. Text and the first frame are seen by all. `grid`:
-    frames, height and width of the video's tokens.
+    Source: Radial Attention (arXiv:2506.19852), 4.2: energy decays with the distance. Instead of
+    windows below one place, queries see only some frames, at growing distances. All queries see
+    text and the first frame. `grid`: frames, height and width of the video's tokens.
     """
     size = grid[1] * grid[2]
 
@@ -277,7 +277,7 @@ def radial(grid: grids.Grid) -> BlockRule:
 
 
 def sliding_tiles(grid: grids.Grid, tile: grids.Grid, window: grids.Grid) -> BlockRule:
-    """See the tiles of a window around one's own, which stays within the video.
+    """Let queries see a window of tiles around their own tile; it stays within the video.
 
     Source: Sliding Tile Attention (arXiv:2502.04507), 3. A block is computed if some of its tokens
     see each other: tokens are in raster order, not in tile order.
