@@ -368,7 +368,7 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
         for words, job in wrong.items()
     }
     with mock.patch(f"{VAE}.enable_tiling", mock.Mock(side_effect=NotImplementedError)):
-        ends["--tiles: the AutoencoderKL of this pipeline has no tiles: leave it out"] = raised_by(
+        ends["--tiles: the AutoencoderKL of this pipeline cannot tile: leave it out"] = raised_by(
             make, one, folder, tiles=True
         )
     for words, sides in {  # before anything is computed, or in the pipeline: no folder is left

@@ -473,7 +473,7 @@ def strange_orders() -> list[str]:
 def test_what_cannot_be_done_is_refused_or_left_out() -> None:
     errors = run_ranks(strange_orders, 2)[0]
     wanted = [
-        "a DiTPipeline calls nothing at the end of a step",
+        "a DiTPipeline has no callback at the end of a step",
         "has a cache of steps",
         "has a cache of steps (FBCHeadBlockHook)",
         "a object, which would not arrive",

@@ -304,7 +304,7 @@ def a_full_disk(job: Job) -> None:
     job.until_running(second)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     refused = job.ask("/v1/requests", body(43))
-    assert refused.status == 503 and "the spool takes no more requests" in refused.text
+    assert refused.status == 503 and "the spool cannot store requests" in refused.text
     gone = job.ask(f"/v1/requests/{second}", method="DELETE")
     resource.prlimit(pid, resource.RLIMIT_FSIZE, every)
     assert gone.status == 200
@@ -440,7 +440,7 @@ def test_a_stop_during_steps(tmp_path: Path, number: signal.Signals, model: str)
     with started(tmp_path, *command) as job:
         ids = job.submit(range(6), steps=60, side=64, **videos)
         job.until_running(ids[1])
-        with pytest.raises(AssertionError, match="another server has it"):
+        with pytest.raises(AssertionError, match="another server uses it"):
             with started(tmp_path, *command):
                 pass
         job.stop(number)

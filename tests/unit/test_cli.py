@@ -448,7 +448,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("generate --prompts nowhere.txt", "cannot read nowhere.txt"),
         ("generate --prompt x --model nowhere", "give the folder of a pipeline of diffusers"),
         ("generate --prompt x --ring 0", "--ring 0: must be an integer, at least 1"),
-        ("generate --prompt x --ring 2 --longest-ring 2", "--longest-ring: is for a mesh"),
+        ("generate --prompt x --ring 2 --longest-ring 2", "--longest-ring: your degrees"),
         ("generate --prompt x --sparse 1.5", "--sparse 1.5: must be"),
         ("generate --prompt x --height -8", "--height -8: must be an integer, at least 1"),
         ("generate --prompt x --guidance inf", "--guidance inf: must be finite"),

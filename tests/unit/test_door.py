@@ -593,7 +593,7 @@ def test_the_end_answers_who_waits(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     ends = {status: body for status, body, _ in answers}
-    assert "goes on at its next start" in ends[503]["error"]["message"]
+    assert "resumes at its next start" in ends[503]["error"]["message"]
     (headers,) = (headers for status, _, headers in answers if status == 503)
     assert headers["x-should-retry"] == "false"  # it would be made twice
     assert ends[200].count(b"data: ") == 1

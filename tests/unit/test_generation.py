@@ -131,7 +131,7 @@ def test_pictures_of_prompts(tmp_path: Path) -> None:
         ('{"prompt": "x", "seed": -1}', "line 1: --seed -1: must be an integer, at least 0"),
         ('{"prompt": "x", "guidance": NaN}', "line 1: --guidance nan: must be finite"),
         ('{"prompt": "x", "negative_prompt": 1}', "line 1: negative_prompt must be text"),
-        ("", "has no prompt: give one a line"),
+        ("", "has no prompt: give one per line"),
     ],
 )
 def test_bad_lines_are_refused(line: str, said: str, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_what_a_pipeline_would_change_is_refused_before_the_work() -> None:
         (flux, None, {"width": 8, "height": 8}, "width is 8, and .* makes it 16: give 16"),
         (flux, None, {"width": 16, "height": 1}, "height is 1, and .* makes it 16: give 16"),
         (flux, None, {"width": 257}, "^width is 257, and this pipeline makes it 256: give 256"),
-        (wan, None, {"width": 24, "height": 16}, "WanPipeline refuses it: .*divisible by 16"),
+        (wan, None, {"width": 24, "height": 16}, "refuses the prompt: .*divisible by 16"),
         (wan, None, {"frames": 6}, "frames is 6, and this pipeline makes it 5: give 5"),
         (change, None, {"width": 48}, "Img2ImgPipeline makes outputs from a picture: give image$"),
         (change, False, {"width": 48}, "makes outputs from a picture: give image$"),
@@ -243,7 +243,7 @@ def test_sound_that_is_not_written_is_told(
     for kind, num in ((Quiet, 0), (Loud, 1)):
         monkeypatch.setattr(generating.tiny, "pipeline", lambda *_, kind=kind: kind())
         generating.load_pipeline("tiny", torch.float32, torch.device("cpu"))
-        said = ["Loud makes sound, which is not written"] * num
+        said = ["Loud makes sound: bascule does not write it"] * num
         assert [record.getMessage() for record in caplog.records] == said
 
 

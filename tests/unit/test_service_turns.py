@@ -173,7 +173,7 @@ def test_a_disk_that_takes_no_outputs_ends_what_begins(tmp_path: Path) -> None:
                 ranks.leave(min(ranks.running))
             time.sleep(0.3)
             assert not ranks.running and len(made(service)) <= 2 * RANKS + 1
-            assert service.health() == "the disk takes no outputs: No space left on device"
+            assert service.health() == "the disk cannot store outputs: No space left on device"
         play(service, ranks, "")
         assert {service.status(one).state for one in ids.values()} == {"done"}
         with mock.patch.object(service_module, "write_media", side_effect=TypeError("odd")):

@@ -84,10 +84,10 @@ def test_what_was_added_survives_a_kill(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     first = Spool(tmp_path / "a", "one")
     first.add([entry("a")])
-    with pytest.raises(ConfigError, match="another server has it"):
+    with pytest.raises(ConfigError, match="another server uses it"):
         Spool(tmp_path / "a", "one")
     first.close()
-    with pytest.raises(ConfigError, match="1 of its requests wait for one, and this is two"):
+    with pytest.raises(ConfigError, match="1 of its requests wait for one, this is two"):
         Spool(tmp_path / "a", "two")
     Spool(tmp_path / "a", "one").close()  # refused servers have let it go
     (tmp_path / "file").touch()
@@ -122,7 +122,7 @@ def test_only_this_user_reads_a_spool_and_no_link_leads_out_of_it(tmp_path: Path
         size = victim.stat().st_size
         (tmp_path / name / "of").mkdir(parents=True)
         (tmp_path / name / "of" / name).symlink_to(victim)
-        with pytest.raises(ConfigError, match=f"{name}: it is a link: mend it, or give another"):
+        with pytest.raises(ConfigError, match=f"{name}: it is a link: repair it, or give another"):
             Spool(tmp_path / name / "of", "one")
         assert victim.stat().st_size == size
 
@@ -154,7 +154,7 @@ def test_a_row_that_cannot_be_read_fails_by_name(tmp_path: Path) -> None:
         assert right == entry(f"{len(changes)}").status
         assert [one.state for one in wrong] == ["failed"] * len(changes)
         for status, (sql, reason) in zip(wrong, changes.items(), strict=True):
-            assert reason in status.reason and "ask for it anew" in status.reason, sql
+            assert reason in status.reason and "send it again" in status.reason, sql
             assert spool.output(status).parent == tmp_path / "outputs"
         assert spool.end(replace(wrong[0], ended_at=9.0)) and spool.status("0").state == "failed"
         assert spool.ended(5)[0].id == "0"
@@ -163,9 +163,9 @@ def test_a_row_that_cannot_be_read_fails_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change_to", "reason"),
     [
-        ("pragma user_version = 0", "version 0 of bascule's spools, and this is 1: let the"),
-        ("pragma user_version = 2", "version 2 of bascule's spools"),
-        ("alter table requests drop column reason", "no such column: reason: mend it"),
+        ("pragma user_version = 0", "its format is version 0, this bascule reads 1: finish"),
+        ("pragma user_version = 2", "its format is version 2"),
+        ("alter table requests drop column reason", "no such column: reason: repair it"),
         ("drop table requests", ""),
     ],
 )

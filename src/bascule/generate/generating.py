@@ -47,19 +47,19 @@ def load_pipeline(
     pipeline = tiny.load(f"--model {model}", load, "diffusers", "transformers").to(device)
     _log.info("loaded %s in %s", model, seconds(time.monotonic() - begin_s))
     if {"audio_vae", "vocoder"} & pipeline.components.keys() and os.environ.get("RANK", "0") == "0":
-        _log.warning("%s makes sound, which is not written", type(pipeline).__name__)
+        _log.warning("%s makes sound: bascule does not write it", type(pipeline).__name__)
     return pipeline
 
 
 def enable_tiles(pipeline: Any) -> None:
-    """Switch on tiles in a pipeline's VAE; ConfigError if it has none."""
+    """Enable tiling in a pipeline's VAE; ConfigError if it cannot tile."""
     vae: Any = getattr(pipeline, "vae", None)
     try:
         vae.enable_tiling()
     except (AttributeError, NotImplementedError):  # diffusers has both
         what = "this pipeline has no VAE"
         if vae is not None:
-            what = f"the {type(vae).__name__} of this pipeline has no tiles"
+            what = f"the {type(vae).__name__} of this pipeline cannot tile"
         raise ConfigError(f"--tiles: {what}: leave it out") from None
 
 
@@ -74,7 +74,7 @@ def _multiple_of(pipeline: Any) -> int:
 def check_prompt(
     pipeline: Any, prompt: Prompt, takes: Mapping[str, Any], *, picture: bool | None
 ) -> None:
-    """Refuse a prompt that a pipeline would fail at, or make another output from than asked for.
+    """Refuse a prompt at which the pipeline would fail, or make another output than it asks for.
 
     `takes` are the parameters of the pipeline's call. `picture` is True if the prompt has an image,
     False if it has none on purpose ("image" is ""), and None if it does not say.
@@ -101,13 +101,13 @@ def check_prompt(
         try:
             check(**{name: values.get(name) for name in inspect.signature(check).parameters})
         except ValueError as error:
-            raise ConfigError(f"a {kind} refuses it: {error}") from None
+            raise ConfigError(f"a {kind} refuses the prompt: {error}") from None
         except Exception:  # the check reads what the call itself makes first
             return
 
 
 def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "", rule: str = "") -> None:
-    """Refuse a prompt if the pipeline makes other sizes; `rule` says what else it makes."""
+    """Refuse a prompt if the pipeline makes other sizes; `rule` tells which other sizes fit."""
     for name, size in made.items():
         if (asked := getattr(prompt, name)) not in (None, size):
             what = f"{where}{name} is {asked}"
@@ -115,7 +115,7 @@ def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "", rule: s
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
-    """Return whether a pipeline computes two branches; a distilled model's scale is an input."""
+    """Return whether a pipeline runs two guidance branches; a distilled model runs one."""
     if "negative_prompt" not in takes:
         return False
     if "true_cfg_scale" in takes and prompt.negative_prompt is None:
@@ -134,7 +134,7 @@ def _scale_of(prompt: Prompt, takes: Mapping[str, Any]) -> str:
 
 
 def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt as arguments of a pipeline; ConfigError names one that it does not take."""
+    """Return a prompt as arguments of a pipeline; ConfigError if it does not accept one."""
     names = _ARGUMENTS | {"guidance": _scale_of(prompt, takes)}
     arguments = dict[str, Any]()
     for name, value in asdict(prompt).items():

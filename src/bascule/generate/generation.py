@@ -93,11 +93,11 @@ class Generation(Sink):
         return num_steps_of(self.prompts[place], self._takes)
 
     def run(self, on_step: Callable[[int, range], None]) -> list[dict[str, Any]]:
-        """Make the missing outputs; return their records, on rank 0.
+        """Make the missing outputs; return their records on rank 0, none on other ranks.
 
         Args:
-            on_step: Is called on rank 0, in a thread, with the place of a prompt and the ranks that
-                took a step of it.
+            on_step: Called on rank 0, in a thread, with the index of a prompt and the ranks that
+                computed a step of it.
 
         Raises:
             ConfigError: A prompt fails, or an output cannot be written.

@@ -43,7 +43,7 @@ class GenerateOptions(Outputs, RankOptions):
         prompts: File of prompts: one per line, or JSON objects (.jsonl) with "prompt" and other
             options: "image" (a path from the file's folder), "negative_prompt", "width", "height",
             "frames", "steps", "guidance", "seed".
-        image: Picture to begin with, if the pipeline takes one; "" for none.
+        image: Path of an input image, if the pipeline accepts one; "" for none.
         negative_prompt: What an output should not show, if the pipeline uses guidance.
         width: Pixels of an output's width. By default the pipeline decides; tiny ones take 256.
         height: Pixels of an output's height. By default the pipeline decides; tiny ones take 256.
@@ -53,11 +53,11 @@ class GenerateOptions(Outputs, RankOptions):
         seed: Seed of the first prompt. Each following prompt gets the next number.
         out: Folder for the images (PNG) and videos (MP4).
         fps: Frames per second of a video.
-        ulysses: Ranks that share heads. Without this and the next three options, prompts move.
+        ulysses: Ranks that split heads. Without this and the next three, prompts change ranks.
         ring: Ranks that pass keys and values around.
         guidance_ranks: Groups of ranks that compute different guidance branches.
         replicas: Groups of ranks that take different prompts.
-        longest_ring: Most ranks in a ring, where prompts change ranks.
+        longest_ring: Most ranks in a ring, if prompts change ranks.
         sparse: Share of the keys that attention computes, in blocks of 64 tokens with the largest
             products of mean queries and keys. It changes pixels. Default: all.
         wire: Format of 8 bits in which ranks send rows of attention. It changes pixels slightly.
@@ -94,7 +94,7 @@ class GenerateOptions(Outputs, RankOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that change outputs beside their prompts."""
+        """Settings, apart from the prompts, that change outputs."""
         return {name: getattr(self, name) for name in _SETTINGS}
 
     @property
@@ -113,7 +113,7 @@ class GenerateOptions(Outputs, RankOptions):
         if bool(self.prompt) == (self.prompts is not None):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         if self.longest_ring is not None and self.degrees:
-            raise ConfigError("--longest-ring: is for a mesh that is chosen: leave out its degrees")
+            raise ConfigError("--longest-ring: your degrees set the ring: leave it out")
         check_model(self.model, self.variant)
 
 
@@ -144,7 +144,7 @@ def variant_of(model: str, variant: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The settings of one output; None leaves a value to the pipeline."""
+    """The settings of one output; for None, the pipeline chooses the value."""
 
     prompt: str
     image: str | None = None
@@ -191,7 +191,7 @@ def _samples(model: str) -> Iterator[bytes]:
 
 
 def read_picture(path: str) -> Any:
-    """Return a picture in RGB, turned as its camera says; ConfigError if it cannot be read."""
+    """Return a picture in RGB, rotated as its EXIF says; ConfigError if it cannot be read."""
     from PIL import Image, ImageOps
 
     try:
@@ -211,7 +211,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
             common[field.name] = value
     rows = [("--prompt", {"prompt": text}) for text in options.prompt] or list(_rows(options))
     if not rows:
-        raise ConfigError(f"--prompts {options.prompts}: has no prompt: give one a line")
+        raise ConfigError(f"--prompts {options.prompts}: has no prompt: give one per line")
     return [
         _prompt(where, {**common, "seed": options.seed + place, **row})
         for place, (where, row) in enumerate(rows)

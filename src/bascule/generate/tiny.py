@@ -16,7 +16,7 @@ _Made = TypeVar("_Made")
 
 
 def load(what: str, make: Callable[..., _Made], *libraries: str) -> _Made:
-    """Import libraries and call `make` with them, torch seeded by 0; errors begin with `what`."""
+    """Import libraries and call `make` with them at torch seed 0; errors begin with `what`."""
     try:
         import torch
 
@@ -36,7 +36,7 @@ def load(what: str, make: Callable[..., _Made], *libraries: str) -> _Made:
 
 
 def vae(diffusers: Any, name: str) -> Any:
-    """Make a VAE with 8 x 8 pixels a latent; Wan's also has 4 frames a latent."""
+    """Make a VAE with 8 x 8 pixels per latent; Wan's also has 4 frames per latent."""
     if name == TINY_WAN:
         sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
         constants = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
@@ -60,7 +60,7 @@ def t5(transformers: Any, kind: str = "T5") -> Any:
 
 
 def tokenizer(transformers: Any, num_tokens: int = _TOKENS) -> Any:
-    """Make a tokenizer that takes bytes as tokens."""
+    """Make a tokenizer whose tokens are bytes."""
     return transformers.ByT5Tokenizer(model_max_length=num_tokens)
 
 

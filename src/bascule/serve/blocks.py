@@ -10,7 +10,7 @@ from bascule.plan.requests import Block
 
 
 def shape_of_block(degree: int, num_heads: int, num_groups: int = 1) -> Shape:
-    """Return the mesh of a block: guidance groups, then Ulysses within the heads, then a ring."""
+    """Return a block's mesh: guidance groups, then Ulysses ranks up to the heads, then a ring."""
     groups = math.gcd(degree, num_groups)
     ulysses = min(degree // groups, 1 << (max(num_heads, 1).bit_length() - 1))
     return Shape(1, groups, degree // groups // ulysses, ulysses)
@@ -19,13 +19,13 @@ def shape_of_block(degree: int, num_heads: int, num_groups: int = 1) -> Shape:
 def places_of(
     control: RankGroup, attending: RankGroup, shapes: Mapping[int, Shape], size: int = 1
 ) -> dict[Block, Replica]:
-    """Return this rank's place in each of its blocks. No collective.
+    """Return this rank's place in each of its blocks, without communication.
 
     Args:
         control: Group of all ranks, on the host.
         attending: Group of all ranks, for attention.
         shapes: Mesh of a block by its degree.
-        size: Ranks of a replica, where blocks count replicas.
+        size: Ranks of a replica, if blocks count replicas.
     """
     unit, places = control.rank // size, dict[Block, Replica]()
     for degree, shape in shapes.items():

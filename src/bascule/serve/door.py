@@ -89,7 +89,7 @@ class Door:
     # --- start and end ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen, and answer in a thread; ConfigError if the address is taken."""
+        """Listen, and answer calls in a thread; ConfigError if the address is not free."""
         most_open = 2 * self._options.most_waiting + 1000
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         num_files = max(soft, 3 * most_open)  # a connection is a file
@@ -128,7 +128,7 @@ class Door:
         self._service.on_change = self._on_change
 
     def stop(self) -> None:
-        """End all waiting answers by 503, and the thread."""
+        """Answer all waiting calls with 503, and end the thread."""
         self._service.on_change = None
         self._loop.call_soon_threadsafe(self._close)
         self._server.should_exit = True
@@ -170,7 +170,7 @@ class Door:
                     return
                 with suppress(TimeoutError):
                     await asyncio.wait_for(has_changed.wait(), _HEARTBEAT_S)
-            raise Closing(f"the server is ending; request {request_id} goes on at its next start")
+            raise Closing(f"the server is ending; request {request_id} resumes at its next start")
         finally:
             self._watchers[request_id].discard(has_changed)
             if not self._watchers[request_id]:
@@ -186,7 +186,7 @@ class Door:
             raise Refusal(404, f"{name} makes {self._service.kind}s: use {path}")
         form, sent = await read(request, kind, self._options)
         if sent is not None and (with_image is False or not self._service.takes_image):
-            why = "use /v1/images/edits" if self._service.takes_image else "its pipeline takes none"
+            why = "use /v1/images/edits" if self._service.takes_image else "leave it out"
             raise Refusal(400, f"{name} takes no image here: {why}", "image")
         if sent is None and with_image:
             raise Refusal(400, "image is missing: give it", "image")

@@ -91,30 +91,30 @@ class _Run:
 
 
 class Engine:
-    """Runner of a pipeline's requests on blocks of ranks; all ranks of the job make and run it.
+    """Runner of a pipeline's requests on blocks of ranks; each rank of the job makes and runs one.
 
-    Transformers are split by their tables. The ranks that start a request encode its prompts, and
-    its first rank alone decodes the output, as the others leave after the last step. `orders`, on
-    rank 0, starts and moves requests.
+    Split tables shard the transformers. The ranks that start a request encode its prompts. Only
+    the first rank decodes the output: the others leave after the last step. On rank 0, `orders`
+    starts and moves requests.
 
     Args:
         pipeline: On the device of this rank, with the same weights on all ranks.
         timeout_s: Longest wait of a rank for another rank of its block.
-        shape: Splits all ranks into `data` replicas, and a request stays on one replica; blocks
-            then count replicas. Default: blocks of 1, 2, 4, .. ranks.
-        num_groups: Guidance groups of a block that has as many ranks; without a shape.
-        longest_ring: Most ranks of a ring, which limits blocks without a shape. Default: any.
-        sparse: Which blocks of attention are computed. Default: all.
-        comm_dtype: Sends attention's rows at 8 bits, as in `parallelize`.
+        shape: Mesh of all ranks, with `data` replicas. Each request stays on one replica, and
+            blocks count replicas. Default: blocks of 1, 2, 4, .. ranks.
+        num_groups: Guidance groups of a block, if it has as many ranks; only without `shape`.
+        longest_ring: Most ranks of a ring, and so of a block; only without `shape`. Default: any.
+        sparse: Selects the blocks of attention to compute. Default: all.
+        comm_dtype: Sends attention's rows in 8 bits, as in `parallelize`.
         compiles: True compiles the transformers, for each degree.
         shares_tiles: True lets all ranks of a request stay to decode the tiles of its VAE.
 
     Attributes:
-        degrees: Ranks of the blocks that this rank can be in; on rank 0, of all blocks.
+        degrees: Sizes of the blocks that this rank can be in; rank 0 can be in every size.
 
     Raises:
-        ConfigError: The pipeline has no callback after each step, or a cache of steps; no split
-            table fits, or the shape does not; or settings exclude each other.
+        ConfigError: The pipeline has no callback after each step, or it caches steps; no split
+            table fits; the shape does not fit; or settings exclude each other.
         CommError: The weights of ranks differ.
     """
 
@@ -188,7 +188,7 @@ class Engine:
 
     @shared("the engine")
     def run(self) -> None:
-        """Run requests as ordered until the order to stop; call it in the main thread.
+        """Run the requests that `orders` sends, until it says stop; call this in the main thread.
 
         Raises:
             CommError: A rank is gone, or failed while others wait for it.
@@ -474,7 +474,7 @@ class Engine:
         """Return the state that another rank needs to continue a request."""
         if self._num_steps is not None and run.num_done > self._num_steps:
             what = f"a {type(self._pipeline).__name__} denoises in several loops"
-            raise ConfigError(f"{what}, whose results stay: leave its requests where they start")
+            raise ConfigError(f"{what}, so its requests cannot change ranks: leave them in place")
         sent = {id(tensor) for tensor in leaves_of([run.encoded, run.stepped])}
         own = {name: x for name, x in carried.items() if not sent.issuperset(map(id, leaves_of(x)))}
         state = {
@@ -518,12 +518,12 @@ def _request_of(
     takes = inspect.signature(pipeline.__call__).parameters
     name = type(pipeline).__name__
     if "callback_on_step_end" not in takes:
-        what = f"a {name} calls nothing at the end of a step, where requests would change ranks"
+        what = f"a {name} has no callback at the end of a step, where requests change ranks"
         raise ConfigError(f"{what}: use a pipeline with callback_on_step_end")
     hooks = (hook for model in models for _, _, hook in hooks_of(model, model.modules()))
     for hook in filter(lambda hook: hook._is_stateful, hooks):
         what = f"the transformer of this {name} has a cache of steps ({type(hook).__name__})"
-        raise ConfigError(f"{what} that requests would share: call disable_cache(), or remove it")
+        raise ConfigError(f"{what}. Requests would share it: call disable_cache(), or remove it")
     tables = [table_of(model, None) for model in models]
     return Request(models=models, tables=tables, shape=whole, attention=attention, sparse=sparse)
 
@@ -532,7 +532,7 @@ def _check_numbers(what: str, tensors: list[Tensor]) -> None:
     """Refuse an output of NaN or infinity, which would be written as black."""
     floats = filter(torch.is_floating_point, tensors)
     if not all(tensor.sum(dtype=torch.float64).isfinite() for tensor in floats):
-        fault = f"the picture has no number: its {what} are NaN or infinite"
+        fault = f"the {what} of the output are NaN or infinite"
         raise ConfigError(f"{fault}, as where float16 overflows: give --dtype bfloat16 or float32")
 
 

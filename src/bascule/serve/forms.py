@@ -1,4 +1,4 @@
-"""Bodies of calls: the fields of OpenAI's API and pictures, read or refused in one sentence."""
+"""Read bodies of calls, the fields of OpenAI's API and pictures, or refuse them in a sentence."""
 
 import base64
 import binascii
@@ -35,7 +35,7 @@ _FORMATS = "PNG", "JPEG", "WEBP"
 
 
 class Form(BaseModel):
-    """Fields of every request; None leaves a value to the pipeline."""
+    """Fields of every request; for None, the pipeline chooses the value."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -52,7 +52,7 @@ class Form(BaseModel):
 
 
 class ImageForm(Form):
-    """Fields of images; OpenAI's settings have the values that change nothing here."""
+    """Fields of an image request; OpenAI's settings accept only values without effect here."""
 
     n: int = Field(1, ge=1)
     response_format: Literal["b64_json", "url"] = "b64_json"
@@ -64,22 +64,22 @@ class ImageForm(Form):
 
 
 class VideoForm(Form):
-    """Fields of a video."""
+    """Fields of a video request."""
 
     seconds: float | None = Field(None, gt=0, le=1e4)
     frames: int | None = Field(None, ge=1)
 
     def num_frames(self, fps: int) -> int | None:
-        """Return the frames of the output, of which the first is at 0 s."""
+        """Return the number of frames; the first frame is at 0 s. Refuse two lengths."""
         if self.seconds is None:
             return self.frames
         if self.frames is not None:
-            raise Refusal(400, "seconds and frames say the same: give one of them", "frames")
+            raise Refusal(400, "seconds and frames both set a length: give one of them", "frames")
         return round(self.seconds * fps) + 1
 
 
 async def read(request: Request, kind: type[Form], options: ServeOptions) -> tuple[Form, Any]:
-    """Return the fields of a call, and its picture as it was sent, or None."""
+    """Return the fields of a call, and its picture as the client sent it, or None."""
     media, settings = parse_options_header(request.headers.get("content-type"))
     _check_charset(settings)
     if media == b"multipart/form-data":
@@ -114,13 +114,13 @@ async def read(request: Request, kind: type[Form], options: ServeOptions) -> tup
 def _check_charset(settings: Mapping[bytes, bytes]) -> None:
     charset = settings.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in _CHARSETS:
-        raise Refusal(415, f"charset {_quoted(charset)} is not read here: send UTF-8")
+        raise Refusal(415, f"charset {_quoted(charset)} is not supported: send UTF-8")
 
 
 def _members(body: bytes, most: int) -> list[tuple[str, Any]]:
     """Return the members of a JSON object, of at most so many values."""
     if sum(map(body.count, (b",", b"[", b"{"))) > most:  # parsing blocks all other calls
-        raise Refusal(400, f"the body has more than {most:,} values: send the fields of a request")
+        raise Refusal(400, f"the body has more than {most:,} values: send only a request's fields")
     try:
         fields = json.loads(body, object_pairs_hook=_checked)
     except (ValueError, RecursionError) as error:
@@ -179,7 +179,7 @@ def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
     """Return a prompt for each output; Refusal beyond the server's limits."""
     name = options.model_name
     if form.model not in (None, options.model, name):
-        message = f"model {_quoted(form.model)} is not served: leave it out, or {name!r}"
+        message = f"model {_quoted(form.model)} is not served: leave it out, or give {name!r}"
         raise Refusal(404, message, "model", "model_not_found")
     size = {}
     if form.size != "auto":
@@ -210,7 +210,7 @@ def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
 
 
 def picture(sent: Any, max_pixels: int) -> bytes:
-    """Decode a picture as sent and encode it as PNG; Refusal if that fails."""
+    """Decode a picture that a client sent, and return it as PNG; Refusal if that fails."""
     if isinstance(sent, dict):  # as OpenAI's clients write it in JSON
         sent = sent.get("image_url")
     if isinstance(sent, str):
@@ -220,7 +220,7 @@ def picture(sent: Any, max_pixels: int) -> bytes:
         try:
             sent = base64.b64decode(sent.rpartition(",")[2], validate=True)
         except (binascii.Error, ValueError):
-            raise Refusal(400, "image: is not valid base64", "image") from None
+            raise Refusal(400, "image: is not valid base64: encode it again", "image") from None
     if not isinstance(sent, bytes):
         raise Refusal(400, "image: send a file, or text in base64", "image")
     try:

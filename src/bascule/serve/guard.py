@@ -1,4 +1,4 @@
-"""Checks in front of the HTTP server: keys, limits of bodies and connections; error answers."""
+"""Checks in front of the HTTP server: keys, and limits of bodies and connections; error answers."""
 
 import asyncio
 import hmac
@@ -61,12 +61,12 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
 
 
 def hide_folders(text: str) -> str:
-    """Return a text with the folders of this machine's paths left out."""
+    """Return a text without the folders of its paths, which are of this machine."""
     return _FOLDERS.sub("", text)
 
 
 class Guard:
-    """ASGI app that refuses calls without the key, of foreign pages, or beyond the limits."""
+    """ASGI app that refuses calls without the key, from pages of other sites, or beyond limits."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, most_open: int) -> None:
         self._app, self._key, self._names = app, options.api_key(), _LOCAL | {options.host}
@@ -74,7 +74,7 @@ class Guard:
         self._most_open, self._num_open = most_open, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a call, or pass it on and count it and its body."""
+        """Refuse a call, or count the call and its body and pass it on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, size, is_read = dict(scope["headers"]), 0, False
@@ -117,7 +117,7 @@ class Guard:
 
     def _check_size(self, size: int) -> None:
         if size > (most := self._max_body_bytes):
-            raise Refusal(413, f"the body is larger than {most:,} bytes, this server's limit")
+            raise Refusal(413, f"the body is larger than {most:,} bytes, the limit: send less")
         if self._body_bytes > _BODIES * most:
             raise Refusal(429, "too many large bodies are on their way: try again", headers=_SOON)
 
@@ -135,15 +135,15 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if re.sub(r":\d+$", "", host) not in self._names:
-            raise Refusal(403, f"Host {host!r}: give --api-key-file for other names")
+            raise Refusal(403, f"Host {host!r} needs a server with --api-key-file")
         if origin and origin.partition("://")[2] != host:
-            raise Refusal(403, f"Origin {origin!r}: give --api-key-file for other pages")
+            raise Refusal(403, f"Origin {origin!r} needs a server with --api-key-file")
 
 
 class Connection(H11Protocol):
-    """HTTP connection that is closed if it sends no whole request in time, or to make room.
+    """HTTP connection that the server closes to make room, or if no whole request comes in time.
 
-    If there are too many connections, the address with the most of them loses its oldest.
+    If there are too many connections, the client address with the most loses its oldest.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The loop of `bascule serve` and `bascule generate`: from news of ranks to orders and outputs."""
+"""The loop of `bascule serve` and `bascule generate`: from events to orders and outputs."""
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,32 +13,32 @@ _POLL_S = 1.0
 
 
 class Sink(ABC):
-    """Receiver of outputs and of news of tasks; callers hold `lock`, but not for `write`."""
+    """Receiver of outputs and of changed tasks; callers hold `lock`, except for `write`."""
 
     lock: AbstractContextManager[Any] = nullcontext()
 
     def poll(self) -> bool:
-        """Do periodic work, once a second at least; return whether to ask the policy."""
+        """Do periodic work, at least once per second; return whether to ask the policy."""
         return False
 
     @abstractmethod
     def changed(self, task: Task, event: Event | None) -> None:
-        """Handle news of a task; None: it got ranks."""
+        """Handle a changed task; without an event, the task got ranks."""
 
     @abstractmethod
     def write(self, task: Task, output: Any) -> str | None:
-        """Write an output, in a thread; return "", why it failed, or None to leave the task."""
+        """Write an output, in a thread; return "", why it failed, or None to keep the task."""
 
     @abstractmethod
     def ended(self, task: Task, state: str, reason: str) -> None:
         """Handle the end of a task, "done" or "failed"."""
 
     def stopped(self, reason: str) -> None:  # noqa: B027 - optional
-        """Handle the end of the engine or of this loop; without a reason it was asked for."""
+        """Handle the end of the engine or of this loop; `reason` is empty if it was asked for."""
 
 
 class Jobs:
-    """Loop over a scheduler's tasks until the engine ends, or with `until_idle` no task is left.
+    """Loop over a scheduler's tasks, until the engine ends or, with `until_idle`, none is left.
 
     Attributes:
         writer: The thread that writes outputs.
@@ -62,7 +62,7 @@ class Jobs:
             self.writer.shutdown()
             self._turn(0.0)
         except Exception as error:
-            reason = f"the service failed by a {type(error).__name__}"
+            reason = f"the service failed with a {type(error).__name__}"
             with self._sink.lock:
                 self._sink.stopped(reason)
                 self._orders.abort(reason)

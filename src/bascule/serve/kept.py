@@ -25,12 +25,12 @@ Path = list[str | int]
 
 
 def read_state(root: Any) -> list[tuple[Path, Any]]:
-    """Return the plain values within an object and their paths; ConfigError names any other."""
+    """Return paths and plain values within an object; ConfigError names a value of another kind."""
     return list(_values(root, [], {id(root)}))
 
 
 def write_state(root: Any, state: list[tuple[Path, Any]]) -> None:
-    """Write values into the object of another rank; ConfigError if it has no such paths."""
+    """Write values to the same paths of another rank's object; ConfigError if a path is missing."""
     for path, value in state:
         owner = root
         try:
@@ -39,7 +39,7 @@ def write_state(root: Any, state: list[tuple[Path, Any]]) -> None:
             _items(owner)[path[-1]] = value
         except (LookupError, TypeError) as error:
             name = type(owner).__name__
-            raise ConfigError(f"a {name} does not keep the same on all ranks: {path}") from error
+            raise ConfigError(f"a {name} lacks {path} on this rank: another rank has it") from error
 
 
 def _values(owner: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
@@ -57,7 +57,7 @@ def _values(owner: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]
                 yield from _values(value, [*path, key], seen)
         else:
             what = f"a {type(owner).__name__} keeps a {type(value).__name__} as {key!r}"
-            raise ConfigError(f"{what}, which cannot travel: leave such requests where they start")
+            raise ConfigError(f"{what}, which cannot be sent: keep such requests where they start")
 
 
 def _items(owner: Any) -> Any:

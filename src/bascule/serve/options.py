@@ -20,31 +20,31 @@ _SHORTEST_KEY = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(RankOptions):
-    """Serve a pipeline of diffusers over HTTP, in OpenAI's form, on all local ranks.
+    """Serve a pipeline of diffusers over HTTP, by OpenAI's API, on all local ranks.
 
-    Requests and results are in the spool: after a stop, the same command continues.
+    The spool stores requests and results: after a stop, the same command resumes.
 
     Attributes:
         model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
-        variant: Of the folder's weights, such as fp16; found by itself if there are no others.
-        host: Address to listen at. One that other machines can reach needs a key.
+        variant: Variant of the weights, such as fp16. By default the only one of the folder.
+        host: Address to listen at. If other machines can reach it, --api-key-file is required.
         port: Port to listen at; 0 for a free one.
         api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
         spool: Folder of requests and results; one server at a time.
         keep_days: Days after which ended requests are removed, with their outputs. Default: never.
         keep_gb: GB of outputs to keep, the latest ones. Default: all.
-        most_waiting: Requests that may wait; more are refused until there is room.
-        max_pixels: Pixels of an output's frame, and of a picture that a client sends.
-        max_frames: Frames of a video.
-        max_steps: Denoising steps.
-        max_prompt_chars: Characters of a prompt.
-        max_body_bytes: Bytes of the body of a call.
-        max_images: Images of a call.
+        most_waiting: Most requests that may wait; the server refuses more.
+        max_pixels: Most pixels of an output's frame, and of a picture that a client sends.
+        max_frames: Most frames of a video.
+        max_steps: Most denoising steps.
+        max_prompt_chars: Most characters of a prompt.
+        max_body_bytes: Most bytes of the body of a call.
+        max_images: Most images of a call.
         degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
         policy: Rule that decides which request runs next, on how many ranks: balanced, greedy,
             fifo, sjf, srtf, or sjf:4 for four ranks per request. simulate-requests compares them.
-        fps: Frames a second of a video.
-        dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
+        fps: Frames per second of a video.
+        dtype: Data type of the weights. By default bfloat16 on GPUs and float32 on CPUs.
     """
 
     model: Annotated[str, Group("Pipeline")] = TINY
@@ -94,7 +94,7 @@ class ServeOptions(RankOptions):
         return lines[0].encode()
 
     def make_policy(self, degrees: Sequence[int]) -> Policy:
-        """Return a new policy for allowed degrees; ConfigError if it is not known or not legal."""
+        """Return a new policy for allowed degrees; ConfigError if its name or degree is wrong."""
         request = Request(step_s=dict.fromkeys(degrees, 1.0), steps=1)
         return policy_of(self.policy, [request], max(degrees))
 

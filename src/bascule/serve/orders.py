@@ -22,15 +22,15 @@ class Event:
             ranks. "halted": it waits for an order. "moved": it continues on `block`. "paused":
             `ticket` is its state. "cancelled". "done": `output` is there. "failed": for `reason`.
             "refused": it could not move or pause, for `reason`, and continues. "ended": the engine
-            ended; a `reason` means by an error. Rank 0 itself queues "asked" and "written".
+            ended, by an error if there is a `reason`. Rank 0 itself queues "asked" and "written".
         request_id: Empty for "ended".
-        time: `time.monotonic` of rank 0 when it heard.
+        time: `time.monotonic` of rank 0 when it got the event.
         block: The ranks of the request; after a move the new ones.
         step: Number of steps done.
         num_steps: Steps of the request; None if the pipeline does not say.
         seconds: Duration of the step or the encoding; for "moved" the first rank's wait for the
             others, for "done" the decoding.
-        reason: Why, for people to read.
+        reason: Reason, for people to read.
         output: First output of the pipeline: PIL images, frames, arrays or tensors.
         ticket: Ticket of a paused request's state.
     """
@@ -51,11 +51,11 @@ class Orders:
     """Sender of orders to the ranks of an engine, and queue of events; on rank 0, not thread-safe.
 
     Ranks follow an order when their step ends, and ignore orders for requests they do not compute.
-    The scheduler ensures one request a rank and one order a request at a time.
+    The scheduler gives each rank one request, and each request one order, at a time.
 
     Attributes:
-        num_ranks: Ranks of the engine, or its replicas, where a block consists of replicas.
-        events: Events in the order in which rank 0 heard of them.
+        num_ranks: Ranks of the engine, or its replicas if blocks consist of replicas.
+        events: Events in the order in which rank 0 got them.
     """
 
     def __init__(self, post: Post, num_ranks: int, size: int = 1) -> None:
@@ -65,7 +65,7 @@ class Orders:
         post.on_event = self._hear
 
     def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
-        """Store a new request and return its ticket; ConfigError if an argument cannot travel."""
+        """Store a new request and return its ticket; ConfigError if an argument cannot be sent."""
         item = {"id": request_id, "arguments": arguments, "seed": seed, "state": None}
         return self._post.keep(item)
 
@@ -74,7 +74,7 @@ class Orders:
         self._send(block, "run", to_all=True, id=request_id, ticket=ticket, block=block)
 
     def order(self, at: Block, request_id: str, action: str, block: Block | None = None) -> None:
-        """Order what a running request does after its step.
+        """Tell a running request what to do after its step.
 
         "halt": wait for another order. "go on". "move" to a block of idle ranks or its own ones.
         "pause": its first rank stores its state. "cancel".

@@ -54,13 +54,13 @@ class Mail:
         self._name, self._secret, self._store = name, secret, job.clone()
 
     def send(self, rank: int, kind: str, **message: Any) -> None:
-        """Put a message into the box of a rank, which reads those of a sender in order."""
+        """Put a message into a rank's box; the rank reads a sender's messages in order."""
         key = f"{self._name}/{rank}/{self._store.add(f'{self._name}/{rank}', 1)}"
         text = json.dumps({"kind": kind, **message}).encode()
         self._store.set(key, self._signature(key, text) + text)
 
     def take(self, rank: int, number: int) -> Message:
-        """Wait for a rank's message by number, from 1, and remove it; {} if its signature fails."""
+        """Wait for a rank's message `number`, from 1, and remove it; {} if its signature fails."""
         key = f"{self._name}/{rank}/{number}"
         while True:
             try:
@@ -91,8 +91,8 @@ class Post:
     Another thread gives signs of life, and tells all ranks if the next rank gives none.
 
     Args:
-        group: All ranks, over a gloo group for this purpose alone.
-        silent_s: Seconds without a sign of life, 30 at most, after which a rank is given up.
+        group: All ranks, in a gloo group for this purpose alone.
+        silent_s: Seconds without a sign of life, 30 at most, after which a rank counts as dead.
 
     Attributes:
         inbox: Messages for the rank.
@@ -121,13 +121,13 @@ class Post:
         return Mail(self._name, self._secret)
 
     def keep(self, item: Any) -> Ticket:
-        """Store a copy of an item on the host; ConfigError if something in it cannot travel."""
+        """Store a copy of an item on the host; ConfigError if something in it cannot be sent."""
         packed, key = pack(item), str(next(self._numbers))
         self._items[key] = packed
         return Ticket(self._rank, key, packed.numel())
 
     def fetch(self, mail: Mail, ticket: Ticket, device: torch.device, name: str = "state") -> Any:
-        """Return an item. Each thread of a rank that fetches needs another `name`."""
+        """Fetch an item from its rank. Each fetching thread of a rank needs its own `name`."""
         if ticket.holder == self._rank:
             return unpack(self._items[ticket.key], device)
         mail.send(ticket.holder, "fetch", key=ticket.key, to=self._rank, name=name)
@@ -183,7 +183,7 @@ class Post:
                 message = mail.take(self._rank, number)
                 match message.get("kind"):
                     case None:
-                        logger.warning("a message that no rank of this job sent is left out")
+                        logger.warning("ignored a message that no rank of this job signed")
                     case "end":
                         return
                     case "fetch":
@@ -202,7 +202,7 @@ class Post:
 
 @torch.inference_mode(False)
 def pack(item: Any) -> Tensor:
-    """Return an item with tensors, arrays and pictures as bytes; ConfigError if it cannot go."""
+    """Return an item with tensors, arrays and pictures as bytes; ConfigError for other objects."""
     on_device = [not tensor.is_cpu for tensor in leaves_of(item)]
     on_host = mapped(item, lambda tensor: tensor.detach().cpu())
     on_host = mapped(on_host, _of_picture, lambda nest: isinstance(nest, Image.Image))

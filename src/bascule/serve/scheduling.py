@@ -20,7 +20,7 @@ _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of 
 
 
 def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
-    """Return the steps to plan a prompt with, given the parameters of the pipeline's call."""
+    """Return the steps to plan for a prompt; `takes` are the parameters of the pipeline's call."""
     default = getattr(takes.get("num_inference_steps"), "default", None)
     return prompt.steps or (default if isinstance(default, int) else _USUAL_STEPS)
 
@@ -29,8 +29,8 @@ def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
 class Task(Job):
     """A request from its arrival until its output is written.
 
-    `block` has its planned ranks, `at` those where it runs. It is new, running, halting (at the end
-    of its step), halted, then running again, moving to other ranks or pausing; at last made.
+    `block` has its planned ranks, `at` the ranks where it runs. Its phase is new, running, halting
+    (at its step's end), halted, then running, moving (to other ranks) or pausing; at last made.
     """
 
     id: str
@@ -85,7 +85,7 @@ class Scheduler:
     Args:
         orders: Orders of the engine.
         policy: Plans the ranks.
-        times: Learns the seconds of steps.
+        times: Learns the time of steps.
 
     Attributes:
         tasks: By id, in the order of arrival, until they are removed.
@@ -119,7 +119,7 @@ class Scheduler:
         del self.tasks[task.id]
 
     def close(self) -> None:
-        """Take all tasks from their ranks after their steps, to wait again; then end the engine."""
+        """Let all tasks leave their ranks after their steps and wait; then end the engine."""
         if not self.is_closed:
             self.is_closed = True
             for task in list(self.tasks.values()):
@@ -280,7 +280,7 @@ class Scheduler:
         self._planned[job] = None
 
     def recall(self, job: Job) -> None:
-        """Halt a running task, as the policy decides, if it is not on its way anyhow."""
+        """Halt a running task, as the policy decides, except at its last step or if it `stays`."""
         assert isinstance(job, Task)
         if job.phase == "running" and job.left > 1 and not (job.stays or job.is_cancelled):
             self.halt(job)

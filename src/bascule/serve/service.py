@@ -43,9 +43,8 @@ logger = logging.getLogger(__name__)
 class Service(Sink):
     """Queue of requests that an engine runs; any thread may call it.
 
-    The loop has a thread of its own. Requests of the spool that have not ended start again. If the
-    ranks died during a request, it comes after the others, and runs alone; if they die again, it
-    has failed.
+    The loop has a thread of its own. Requests of the spool that have not ended start again. If
+    ranks died during a request, it runs after the others, and alone; if they die again, it fails.
 
     Args:
         pipeline: Pipeline of the engine.
@@ -54,7 +53,7 @@ class Service(Sink):
         policy: Decides which requests run where.
         times: Predicts seconds of steps.
         most_waiting: Most requests that may wait.
-        fps: Frames a second of videos.
+        fps: Frames per second of videos.
         keep_days: Days after which an ended request is removed, with its output.
         keep_bytes: Bytes of outputs beyond which the oldest are removed.
 
@@ -116,8 +115,8 @@ class Service(Sink):
     def stop(self) -> None:
         """Let the engine end after the running steps.
 
-        If all ranks are alive, running requests are forgiven: being killed during a slow stop is
-        not their fault. But launchers also stop a job whose rank has died, and then they count.
+        If all ranks are alive, this start does not count against running requests: a kill during a
+        slow stop is not their fault. Launchers also stop a job whose rank has died: then it counts.
         """
         with self.lock:
             logger.info("stopping: running requests end their present step ..")
@@ -131,7 +130,7 @@ class Service(Sink):
         """Wait for the thread, after the engine's end; raise its error, if it failed."""
         self._thread.join()
         self._spool.close()
-        logger.info("stopped: requests that have not ended go on at the next start")
+        logger.info("stopped: requests that have not ended resume at the next start")
         if self._error is not None:
             raise self._error
 
@@ -153,11 +152,11 @@ class Service(Sink):
     ) -> list[Status]:
         """Accept a request for each prompt, all or none; they are on disk when it returns.
 
-        `image` is a checked PNG that all begin with. They should be done `deadline_s` from now;
-        with `must_meet_deadline` they are refused if one would be late.
+        `image` is a checked PNG, the input image of all. They should be done within `deadline_s`;
+        with `must_meet_deadline`, all are refused if one would be late.
 
         Raises:
-            ConfigError: The pipeline does not take a setting, or there are more than may wait.
+            ConfigError: The pipeline does not accept a setting, or more prompts than may wait.
             Busy: Too many requests wait.
             Late: A deadline that must be met would be missed.
             Closing: The server is ending, or its disk is full.
@@ -184,7 +183,7 @@ class Service(Sink):
             try:
                 self._spool.add(entries)
             except sqlite3.Error as error:
-                raise Closing(f"the spool takes no more requests: {error}") from error
+                raise Closing(f"the spool cannot store requests: {error}") from error
             for task in tasks:
                 self._scheduler.add(task)
             statuses = self._statuses([task.id for task in tasks])
@@ -204,7 +203,7 @@ class Service(Sink):
             return [*self._statuses([*ids, *self._unwritten]), *self._spool.ended(_MOST_LISTED)]
 
     def cancel(self, request_id: str) -> Status:
-        """Cancel a request, unless it has ended or is decoded; Unknown if there is none."""
+        """Cancel a request, unless it has ended or its output is made; Unknown if there is none."""
         with self.lock:
             status = self._cancel(self._statuses([request_id])[0])
         self._orders.tell("asked")
@@ -242,7 +241,7 @@ class Service(Sink):
     # --- a sink of the loop, with the lock --------------------------------------------------------
 
     def poll(self) -> bool:
-        """Retry to store ends that the disk refused, and from time to time remove old requests."""
+        """Store ends that the disk refused before; from time to time, remove old requests."""
         unwritten = list(self._unwritten.values())
         for status in unwritten:
             self._end(status, status.state, status.reason)
@@ -287,7 +286,7 @@ class Service(Sink):
                 why = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
                 reason = f"its output cannot be written: {why}"
                 if getattr(cause, "errno", None) in _DISK_FULL:
-                    no_room = f"the disk takes no outputs: {why}"
+                    no_room = f"the disk cannot store outputs: {why}"
             self._no_room = no_room
             if not no_room:
                 return reason
@@ -334,7 +333,7 @@ class Service(Sink):
             self._spool.end(status)
         except sqlite3.Error as error:
             self._unwritten[status.id] = status
-            self._full = f"the spool takes no ends of requests: {error}"
+            self._full = f"the spool cannot store ends of requests: {error}"
             return status
         self._unwritten.pop(status.id, None)
         text = f"request {status.id}: {state} after {seconds(ended_at - status.created_at)}"
@@ -381,7 +380,7 @@ class Service(Sink):
     def _check_room(self, num: int) -> None:
         if num > self._most_waiting:
             most = self._most_waiting
-            raise ConfigError(f"{num} requests at once, of which at most {most} may wait")
+            raise ConfigError(f"{num} requests at once: at most {most} may wait: send fewer")
         excess = num + len(self._scheduler.state.waiting) - self._most_waiting
         if excess > 0:
             tasks = [task for task in self._scheduler.tasks.values() if task.is_open]

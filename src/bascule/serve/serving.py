@@ -30,8 +30,8 @@ def run_server(
     """Serve on all ranks until rank 0 is told to stop, and end after the running steps.
 
     Raises:
-        ConfigError: The model cannot be served, another server has the spool, or the address is
-            taken.
+        ConfigError: The model cannot be served, another server uses the spool, or the address is
+            not free.
         CommError: A rank is gone; requests that are not done stay in the spool.
     """
     world, has_ended = member_of(resolve(None), "world"), threading.Event()
@@ -52,7 +52,7 @@ def run_server(
                 load_av(f"--model {options.model}")  # refuses if it is not installed
             degrees = options.degrees or [1 << k for k in range(world.size.bit_length())]
             if max(degrees) > world.size:
-                raise ConfigError(f"--degrees {max(degrees)}: this job has {world.size} ranks")
+                raise ConfigError(f"--degrees {max(degrees)}: give at most the {world.size} ranks")
             service = Service(
                 pipeline,
                 engine.orders,

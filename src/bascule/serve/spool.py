@@ -1,4 +1,4 @@
-"""Requests on disk: an accepted one is done once, whatever ends the server in between."""
+"""Requests on disk: each accepted request is done once, whatever ends the server in between."""
 
 import fcntl
 import json
@@ -33,7 +33,7 @@ class Entry:
 
     Attributes:
         status: Its status at arrival; "failed" if its row cannot be read.
-        image: PNG that it begins with; None if it has none, and in `Spool.waiting`.
+        image: Input image as PNG; None without one, and always None in `Spool.waiting`.
         deadline_at: Unix seconds.
         starts: How often its ranks ended while it ran, since this machine booted.
     """
@@ -52,11 +52,11 @@ class Spool:
 
     Args:
         folder: Made if it does not exist.
-        model: Name of the pipeline, so that another one does not run its requests.
+        model: Name of the pipeline; another pipeline must not run its requests.
 
     Raises:
-        ConfigError: Another server has the folder, it cannot be used, is of another version, or
-            has requests for another model.
+        ConfigError: Another server uses the folder, or the folder cannot be used, is of another
+            version, or has requests for another model.
     """
 
     def __init__(self, folder: Path, model: str) -> None:
@@ -78,23 +78,23 @@ class Spool:
                 (version,) = base.execute("pragma user_version").fetchone()
                 is_new = not base.execute("select 1 from sqlite_master").fetchone()
                 if version != _VERSION and not is_new:
-                    what = f"version {version} of bascule's spools, and this is {_VERSION}"
-                    fix = "let the bascule of it finish, or give another folder"
+                    what = f"its format is version {version}, this bascule reads {_VERSION}"
+                    fix = "finish it with the bascule that made it, or give another folder"
                     raise ConfigError(f"--spool {folder}: {what}: {fix}")
                 base.executescript(_TABLE)
                 query = "select model from requests where ended_at is null and model != ?"
                 others = base.execute(query, [model]).fetchall()
                 self.waiting()  # an unreadable table is refused here
             except BlockingIOError as error:
-                what = "another server has it: stop that one, or give another"
+                what = "another server uses it: stop that server, or give another folder"
                 raise ConfigError(f"--spool {folder}: {what}") from error
             except (OSError, sqlite3.Error, Closing) as error:
                 reason = getattr(error, "strerror", None) or error
-                what = f"cannot be used: {reason}: mend it, or give another folder"
+                what = f"cannot be used: {reason}: repair it, or give another folder"
                 raise ConfigError(f"--spool {folder}: {what}") from error
             if others:
-                what = f"{len(others)} of its requests wait for {others[0][0]}, and this is {model}"
-                fix = "let that one finish them, or give another folder"
+                what = f"{len(others)} of its requests wait for {others[0][0]}, this is {model}"
+                fix = "serve that model until they are done, or give another folder"
                 raise ConfigError(f"--spool {folder}: {what}: {fix}")
             self._open = stack.pop_all()
 
@@ -112,7 +112,7 @@ class Spool:
             self._base.executemany(f"{query} values ({marks})", rows)
 
     def begin(self, request_id: str) -> None:
-        """Count a start, before ranks get the request, as they may die of it."""
+        """Count a start of a request, before its ranks get it: it may kill them."""
         starts = "starts = case when boot = ? then starts + 1 else 1 end, boot = ?"
         with self._base:
             query = f"update requests set {starts} where id = ?"
@@ -145,7 +145,7 @@ class Spool:
         return [Entry(_status(row[2:]), deadline_at=row[1], starts=row[0]) for row in rows]
 
     def image(self, request_id: str) -> bytes | None:
-        """Return the image that a request begins with, until it ends."""
+        """Return a request's input image, or None; the end of the request removes it."""
         return self._select("select image from requests where id = ?", request_id)[0][0]
 
     def ended(self, num: int, *, first: bool = False) -> list[Status]:
@@ -221,6 +221,6 @@ def _status(row: Sequence[Any]) -> Status:
         facts: dict[str, Any] = {"kind": "image", "created_at": 0.0}
         facts |= {name: value for name, value in values.items() if isinstance(value, _KINDS[name])}
         facts |= {"id": str(values["id"]).replace("/", "?"), "prompt": Prompt(prompt="")}
-        reason = f"its row in the spool cannot be read: {error}: ask for it anew"
+        reason = f"its row in the spool cannot be read: {error}: send it again"
         facts |= {"state": "failed", "reason": reason}
         return Status(**facts)

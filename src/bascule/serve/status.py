@@ -33,7 +33,7 @@ class Refusal(Exception):  # noqa: N818 - an answer to a client
 
 
 class Busy(Refusal):
-    """Refusal as too many requests wait; there is room in `retry_after_s`, as predicted."""
+    """Refusal because too many requests wait; room is predicted in `retry_after_s`."""
 
     def __init__(self, retry_after_s: float) -> None:
         message = f"the queue is full; try again in {retry_after_s:.0f} s"
@@ -42,25 +42,25 @@ class Busy(Refusal):
 
 
 class Late(Refusal):
-    """Refusal of a deadline that must be met, by the predicted seconds until the request's end."""
+    """Refusal because a request would be late: its end is predicted in `predicted_s`."""
 
     def __init__(self, predicted_s: float) -> None:
         message = (
             f"the deadline cannot be met: the request would be done in {predicted_s:.1f} s; give "
-            "a later deadline_s, or let it be late: must_meet_deadline false"
+            "a later deadline_s, or allow a late end by must_meet_deadline false"
         )
         super().__init__(422, message, "deadline_s", "deadline_too_early")
 
 
 class Unknown(Refusal):
-    """Refusal as there is no such request, or no output."""
+    """Refusal because there is no such request, or no output."""
 
     def __init__(self, message: str) -> None:
         super().__init__(404, message)
 
 
 class Closing(Refusal):
-    """Refusal as the server is ending, its ranks are gone, or its disk is full."""
+    """Refusal because the server is ending, its ranks are gone, or its disk is full."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message, code="closing", headers={"Retry-After": "10"})
@@ -71,11 +71,11 @@ class Status:
     """The status of a request.
 
     Attributes:
-        id: Made by the service.
+        id: Name that the service gave it.
         kind: "image" or "video".
         state: "waiting", "running", "paused", "done", "failed" or "cancelled".
         step: Denoising steps done.
-        num_steps: Denoising steps in all; None until they are known.
+        num_steps: Denoising steps in total; None until they are known.
         ranks: Ranks that compute it now.
         created_at: Unix seconds of its arrival.
         ended_at: Unix seconds of its end.
@@ -98,5 +98,5 @@ class Status:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing more happens to it."""
+        """True if the request is done, failed or cancelled."""
         return self.state in ENDED

@@ -1,4 +1,4 @@
-"""Seconds of requests by degree: predicted, until they are measured."""
+"""Times of requests by degree: predicted, until they are measured."""
 
 import math
 import os
@@ -21,24 +21,24 @@ _UNTRIED_SHARE = 0.75  # assumed seconds of an untried degree over those at half
 
 
 class RequestSize(NamedTuple):
-    """The facts that the seconds of a request depend on."""
+    """The facts that the time of a request depends on."""
 
     num_tokens: int  # without text tokens
     num_passes: int  # forward passes of a step
 
 
 class Times:
-    """Seconds of a pipeline's requests by size and degree.
+    """Times of a pipeline's requests by size and degree.
 
-    Measurements correct predictions by a ratio: their median at this size and degree, else at the
-    nearest degree of the size, else over all sizes. Untried degrees are assumed to pay, so that
-    they get tried: else a wrong prediction would never be corrected. Predictions are for the
-    datasheet of an H100, and nodes of LOCAL_WORLD_SIZE ranks, as torchrun says, or of all.
+    The median of measured over predicted time corrects a prediction: at this size and degree, else
+    at the nearest degree of this size, else over all sizes. An untried degree is assumed to be
+    faster, so that it gets tried and a wrong prediction gets corrected. Predictions assume an H100
+    by its datasheet, and nodes of LOCAL_WORLD_SIZE ranks (set by torchrun), else one node.
 
     Args:
         pipeline: Gives the sizes of its model.
         degrees: Allowed degrees of blocks.
-        num_groups: Guidance groups of a block that has as many ranks.
+        num_groups: Guidance groups of a block, if it has as many ranks.
     """
 
     def __init__(self, pipeline: Any, degrees: Sequence[int], num_groups: int = 1) -> None:
@@ -84,7 +84,7 @@ class Times:
         return self._tables[size]
 
     def once_s(self, size: RequestSize) -> float:
-        """Return seconds to encode and decode on one rank; until measured, those of a step."""
+        """Return seconds to encode and decode on one rank; until measured, seconds of a step."""
         of_all = [latest[_ONCE] for latest in self._measured.values() if _ONCE in latest]
         of_size = self._measured.get(size, {}).get(_ONCE)
         return median(of_size or list(map(median, of_all)) or [min(self.step_s(size).values())])
