@@ -22,7 +22,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
     """Predict training steps with bascule's topologies, and with today's ways of batching.
 
     Attributes:
-        topologies: What to compare, first what you do now: topologies, such as g4n2; auto, which
+        topologies: Ways to train, to compare with the first: topologies, such as g4n2; auto, which
             chooses as the command bascule topology; loader, which is bascule's data loader; none,
             padded, buckets or packs, which are today's ways of batching; or "knapsack g4n2", which
             is the greedy algorithm of the KnapFormer paper.
