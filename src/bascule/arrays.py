@@ -9,7 +9,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Ranks = npt.NDArray[np.integer[Any]]
-"""Numbers of ranks; small ones, of which there may be one a token, are sorted in linear time."""
+"""Numbers of ranks, perhaps one per token: numpy sorts small integers in linear time."""
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

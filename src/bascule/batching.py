@@ -1,4 +1,4 @@
-"""Split samples into forward passes over samples of one shape, as many as each rank needs."""
+"""Split samples into forward passes of one shape each, as many as each rank needs."""
 
 from dataclasses import dataclass
 
@@ -28,9 +28,9 @@ def forward_passes(
 ) -> list[list[ForwardPass]]:
     """Split samples into the forward passes of each bag, the longest first.
 
-    Samples of a pass have the same shape (a number in `forms`), and at most `max_tokens` on a rank;
-    longer ones go alone. Each bag has a pass, and if `is_aligned`, as under FSDP, as many as the
-    others: passes are halved, or the shortest sample is computed once more.
+    A pass has samples of one shape (a number in `forms`) and at most `max_tokens` per rank; a
+    longer sample goes alone. Each bag has a pass. If `is_aligned`, as under FSDP, all bags have the
+    same number of passes: passes are halved, or the shortest sample is computed again.
     """
     by_bag = np.argsort(bag_of, kind="stable")
     parts = np.split(by_bag, np.cumsum(np.bincount(bag_of, minlength=bag_sizes.size))[:-1])

@@ -1,4 +1,4 @@
-"""Check arguments where they enter: return the value in its right type, or raise a ConfigError.
+"""Check arguments of users: return the value in its right type, or raise a ConfigError.
 
 A check is called as `check(name, value, *details)`; messages show the name: "tokens", "--tokens".
 """
@@ -126,7 +126,7 @@ def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHO
     """Return whole numbers from 0 to `most` as a new int64 array, (size,)."""
     table = array(name, values)
     if table.ndim != 1 or (size is not None and table.size != size):
-        needed = "one dim" if size is None else f"{size} integers"
+        needed = "one dimension" if size is None else f"{size} integers"
         raise ConfigError(f"{name} of shape {table.shape} and dtype {table.dtype}: give {needed}")
     if table.size and table.dtype.kind not in "iu":
         needed = f"{table.size} integers, from 0 to {_bound(most)}"
@@ -157,7 +157,7 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
         raise ConfigError(f"{name}{place} is {numbers[tuple(place)]}; it must be finite and >= 0")
     with np.errstate(over="ignore"):
         if not np.isfinite(numbers.sum()):
-            raise ConfigError(f"{name} up to {numbers.max()} overflow in a sum; use a larger unit")
+            raise ConfigError(f"{name} up to {numbers.max()} overflow in a sum: use a larger unit")
     numbers.flags.writeable = False
     return numbers
 
@@ -165,12 +165,12 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
 def check_lengths(
     seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
 ) -> tuple[Ints, Ints]:
-    """Check one list of lengths a source rank; return (num_ranks,) counts, (num_seqs,) lengths."""
+    """Check a list of lengths per source rank; return (num_ranks,) counts, (num_seqs,) lengths."""
     if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
-        raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
+        raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list per source rank")
     if num_ranks is not None and len(seq_lens) != num_ranks:
         what = f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks"
-        raise ConfigError(f"{what}: give one list a source rank, which may be empty")
+        raise ConfigError(f"{what}: give one list per source rank; a list may be empty")
     by_rank = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
     counts = np.array([lens.size for lens in by_rank], dtype=np.int64)
     lens = np.concatenate([*by_rank, np.zeros(0, np.int64)])
@@ -181,7 +181,7 @@ def check_lengths(
         rank, place = source_of(int(np.argmin(legal)), counts)
         value = list(cast(Sequence[Any], seq_lens[rank]))[place]
         what = f"rank {rank}, sequence {place}: length {shown(value)}"
-        raise ConfigError(f"{what} is not a whole number from 0 to 2^40")
+        raise ConfigError(f"{what} must be a whole number from 0 to 2^40")
     return counts, lens.astype(np.int64)
 
 
@@ -216,12 +216,12 @@ def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Return whether a value is an `int` and no `bool`."""
+    """Return whether a value is an `int`, but not a `bool`."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: on one line, and short."""
+    """Return the text of a value for a message: one short line."""
     plain = cast(Any, value).item() if isinstance(value, np.generic) else value
     text = " ".join(repr(plain).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 20]}..{text[-15:]}"

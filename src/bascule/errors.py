@@ -1,4 +1,4 @@
-"""Errors of bascule: a wrong argument is one class, a failed peer another."""
+"""Errors of bascule: one class for wrong arguments, another for failed ranks."""
 
 
 class ConfigError(ValueError):
@@ -6,7 +6,7 @@ class ConfigError(ValueError):
 
 
 class QuestionError(ConfigError):
-    """The table of a data set can be read in several ways; `options` choose the likeliest."""
+    """A data set's table can be read in several ways; `options` choose the likeliest way."""
 
     def __init__(self, text: str, **options: str | float) -> None:
         super().__init__(text)
@@ -14,15 +14,15 @@ class QuestionError(ConfigError):
 
 
 class PlanError(ValueError):
-    """Legal items that no plan can place within the limits: names the item and the miss."""
+    """No plan can place the items within the limits: names an item and the limit that it misses."""
 
 
 class CommError(RuntimeError):
-    """Ranks disagree, a collective failed, or a rank is gone: names collective, step and ranks."""
+    """Ranks disagree, a collective failed, or a rank is gone: it names collective, step, ranks."""
 
 
 class RemoteConfigError(CommError, ConfigError):
-    """Bad input met by one rank and raised on all of them, before any exchange that depends on it.
+    """One rank has bad input; all ranks raise this before any exchange that depends on the input.
 
     It is a `CommError` because it arrived through an agreement between ranks, and a `ConfigError`
     because the fix is in the input of the rank that it names.

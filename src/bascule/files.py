@@ -33,7 +33,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
-    """Yield where each line that is not empty stands ("FILE, line 3"), and its JSON value."""
+    """Yield the place ("FILE, line 3") and the JSON value of each line that is not empty."""
     for number, line in enumerate(read_lines(path), start=1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -47,7 +47,7 @@ def check_regular(path: Path) -> None:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON; ConfigError begins with `where`, a file and line."""
+    """Parse JSON; a ConfigError begins with `where`, such as a file and a line."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

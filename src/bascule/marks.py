@@ -1,7 +1,7 @@
 """Names of profiler ranges that hold the lengths a rank computed on: bascule's, and a user's.
 
 `bascule::lens [512,64]` is two sequences; bascule writes "bascule::step lens [..]" or
-"bascule::batch lens [..]", "lens/4" where four ranks share each, "loaded" for what was loaded.
+"bascule::batch lens [..]", "lens/4" where four ranks share each, "loaded" for loaded lengths.
 """
 
 import json

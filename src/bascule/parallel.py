@@ -1,6 +1,6 @@
-"""SequenceParallel: plan, move and attend, bound to process groups that are built once.
+"""SequenceParallel: plan, move and attend, on process groups that are built once.
 
-A thread may plan during the current step, over another group; all ranks gather in one order.
+A thread may plan during the current step, over its own group; all ranks gather in the same order.
 """
 
 import re
@@ -38,7 +38,7 @@ _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and o
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The sequences of a rank for the next plan, and the terms of the plan."""
+    """One rank's sequences for the next plan, and the terms of this plan."""
 
     number: int  # number of the first planned step
     offer: Offer  # its sequences
@@ -50,7 +50,7 @@ class PlanRequest:
 
     @property
     def where(self) -> str:
-        """The name of the plan in errors."""
+        """The name of the plan in error messages."""
         return f"step {self.number}: plan"
 
 
@@ -62,7 +62,7 @@ class Planning:
         self._capacity = _FIRST_CAPACITY
 
     def plan_now(self, request: PlanRequest) -> tuple[Plan, ...]:
-        """Make one plan a microbatch, from one gather of a fixed size."""
+        """Make one plan per microbatch, from one gather of a fixed size."""
         with shared(request.where):
             try:
                 gathered = agree(
@@ -141,24 +141,24 @@ def _offer(microbatches: Iterable[npt.ArrayLike | Sequences]) -> Offer:
 class SequenceParallel:
     """A group of ranks that balance their sequences.
 
-    Every rank of the group constructs it at the same point, with the same arguments; a difference
-    is the same CommError on all ranks.
+    Every rank of the group constructs it at the same point, with the same arguments; if they
+    differ, all ranks raise the same CommError.
 
     Args:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
-        topology: Bags over the ranks of the group, or their spec; replicas fill the group. "auto"
-            chooses bags for every step and needs a cluster.
+        topology: Bags (ranks that share sequences) or their spec, repeated to fill the group.
+            "auto" chooses the bags of each step, and needs a cluster.
         cost: Predicts the cost of a sequence from its tokens.
         limits: Hard limits per rank.
-        cluster: See `plan_batch`: prices wires, and tells which ranks share a node.
-        plan_group: A gloo group of the same ranks for the lengths: planning never waits for the
-            device. Default: a new one.
+        cluster: See `plan_batch`: prices communication, and says which ranks share a node.
+        plan_group: A gloo group of the same ranks, over which they exchange lengths, so planning
+            never waits for the device. Default: a new one.
         timeout_s: Longest wait of a collective, in seconds.
         locality_tolerance: See `plan_batch`.
         kernel: Name of the attention kernel, or your own. Default: the first that runs here.
-        device: Where the tensors are. Default: the mesh's, or the group's back end's.
+        device: Device of the tensors. Default: the mesh's, or the group's back end's.
         data_group: Ranks over which gradients are averaged, for `step.mean`. Default: the group.
-        gradients: The trainer's reduction of gradients over ranks: "mean" (FSDP, DDP) or "sum"
+        gradients: How the trainer reduces gradients over ranks: "mean" (FSDP, DDP) or "sum"
             (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
     """
 
@@ -205,7 +205,7 @@ class SequenceParallel:
             if topology != "auto":
                 self.topology = Topology.parse(topology, world_size=len(ranks))
             elif cluster is None:
-                raise ConfigError('topology "auto" needs a cluster, for speeds of wires: give one')
+                raise ConfigError('topology "auto" needs a cluster, for speeds of links: give one')
             if cluster is not None:
                 cluster.check_world(len(ranks))
             settings = self._terms_now()[1]
@@ -220,7 +220,7 @@ class SequenceParallel:
 
     @property
     def rank(self) -> int:
-        """Place of this rank in the group."""
+        """Index of this rank in the group."""
         return self._planning.group.rank
 
     def plan(
@@ -233,17 +233,17 @@ class SequenceParallel:
 
         Args:
             local_seq_lens: Tokens of each sequence that this rank loaded; may be empty. `Sequences`
-                also say what the tokens see, and the contexts that they attend to.
-            initial_loads: (ranks,) cost that each rank has already, the same on all of them: of
-                what ranks do before, without waiting for each other, as an encoder's loads.
+                also give masks, and the lengths of contexts for cross-attention.
+            initial_loads: (ranks,) cost of work that each rank does first, without waiting for
+                other ranks, such as an encoder's loads. All ranks give the same array.
 
         Returns:
-            A frozen step. Any number may be alive.
+            A frozen step. Any number of steps may be alive.
 
         Raises:
-            RemoteConfigError: A rank gave an illegal length (on all ranks).
-            CommError: Ranks disagree about anything that a plan depends on, or one is gone.
-            PlanError: The limits cannot be met (on all ranks).
+            RemoteConfigError: A rank gave an illegal length; all ranks raise it.
+            CommError: Ranks disagree on an input of the plan, or a rank is gone.
+            PlanError: The limits cannot be met; all ranks raise it.
         """
         request = self._request([local_seq_lens], "microbatch", initial_loads=initial_loads)
         return self._plan_now(request)[0]
@@ -255,8 +255,8 @@ class SequenceParallel:
 
         Args:
             microbatches: Tokens of each sequence that this rank loaded, by microbatch; all ranks
-                have as many microbatches.
-            sync: The point where ranks wait, as for `bascule.plan.plan_step`; see
+                give the same number of microbatches.
+            sync: When ranks wait for each other, as for `bascule.plan.plan_step`; see
                 `bascule.train.sync_of`.
         """
         return self._plan_now(self._request(microbatches, sync))
@@ -266,7 +266,7 @@ class SequenceParallel:
 
         Args:
             speeds: (ranks,) as `bascule.train.measure_speeds` returns them, the same on all ranks.
-                None: all alike.
+                None: equal speeds.
         """
         state = RankState.of(self._planning.group.size, speeds=speeds)
         self.speeds = None if speeds is None else tuple(state.speeds.tolist())

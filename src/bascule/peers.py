@@ -37,24 +37,24 @@ def in_place_of(
     layout: SequenceLayout | None = None,
     sparse: SparseConfig | None = None,
 ) -> Callable[..., Tensor]:
-    """Return a function with the arguments of another package's attention, exact for any shape.
+    """Return a replacement for another package's attention: same arguments, exact for any shape.
 
-    It stands for `USP` of xDiT, or `ulysses_attn_func` or `ring_attn_func` of ParaAttention, with
-    tensors (B, H, T, D), or for the `forward` of an attention module of yunchang or xDiT, with
-    (B, T, H, D). Joint tokens are before or after the others, as keys and in the output. Causal
-    order, scale, mask, window and cap mean what they mean in one process. Choices of a transport or
-    a kernel have no effect, nor has `deterministic`: torch.use_deterministic_algorithms decides.
+    It replaces `USP` of xDiT, `ulysses_attn_func` or `ring_attn_func` of ParaAttention, with
+    tensors (B, H, T, D); or the `forward` of an attention module of yunchang or xDiT, with tensors
+    (B, T, H, D). Joint tokens lie before or after the others, in the keys and in the output. Causal
+    order, scale, mask, window and cap mean the same as in one process. Choices of a transport or a
+    kernel have no effect; nor has `deterministic`: call torch.use_deterministic_algorithms.
 
     Args:
         peer: The function or the module.
-        mesh: The ranks. Default: those of the peer's process groups.
-        layout: Which tokens, joint ones aside, each rank has. Default: one segment, cut as the peer
-            cuts it, the same number on every rank; with `sparse`, stripes of `sparse.dealt`.
-        sparse: Which blocks are computed. A plan is kept from call to call, of `USP` for each
+        mesh: The ranks. Default: the ranks of the peer's process groups.
+        layout: Which tokens, without joint tokens, each rank has. Default: one segment, split as
+            the peer splits it, equally over ranks; with `sparse`, stripes of `sparse.dealt`.
+        sparse: Which blocks are computed. A plan is kept between calls; `USP` keeps one for each
             `head_balance_layer` or `attn_layer`.
 
     Raises:
-        ConfigError: Here or in a call, something is asked for that is not exact over ranks.
+        ConfigError: An argument, here or in a call, cannot be exact over ranks.
     """
     is_module = isinstance(peer, nn.Module)
     function: Callable[..., Any] = peer.forward if is_module else peer
@@ -122,8 +122,8 @@ def _refuse(name: str, value: object) -> None:
     is_object = isinstance(value, Tensor | nn.Module)
     if is_object or value:
         shown = type(value).__name__ if is_object else repr(value)
-        what = f"{name} ({shown}) is not offered in the place of another package's attention"
-        raise ConfigError(f"{what}: leave it out, or keep that package's for this call")
+        what = f"{name} ({shown}) is not supported in place of another package's attention"
+        raise ConfigError(f"{what}: leave it out, or call that package's attention here")
 
 
 def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> AttentionMesh:
@@ -140,7 +140,7 @@ def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> Att
         groups = (resolve(mesh), None) if is_ring else (None, resolve(mesh))
     if groups == (None, None):
         fix = "initialize_model_parallel of xDiT, or set_seq_parallel_pg of yunchang"
-        raise ConfigError(f"USP has no process groups yet: call {fix}, before, or give mesh=..")
+        raise ConfigError(f"USP has no process groups yet: first call {fix}; or give mesh=..")
     rows, columns = (dist.get_process_group_ranks(x) if x else [dist.get_rank()] for x in groups)
     ranks = tuple(row + column - dist.get_rank() for row in rows for column in columns)
 
@@ -164,7 +164,7 @@ def _layout(
     is_zigzag, is_dealt = (kind == name and ring > 1 for name in ("zigzag", "stripe"))
     if ulysses > 1 and sparse is None and (is_zigzag or is_dealt):
         what = f"yunchang's {kind} ring on {ring} x {ulysses} ranks (ring x Ulysses)"
-        raise ConfigError(f"{what} has an order of its own: cut tokens by a layout, and give it")
+        raise ConfigError(f"{what} has an order of its own: shard tokens by a layout, and give it")
     if sparse is not None:
         return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, stripe=sparse.dealt)
     kind = {"zigzag": is_zigzag, "stripe": int(is_dealt), "fixed_turns": is_dealt}

@@ -58,8 +58,8 @@ _SAMPLES = 128  # compared numbers of the keys, and as many of the values
 _MAX_DISTANCE = 0.05  # of the norm: kinds of GPUs round unlike, and other tokens are 1 apart
 
 _AMBIGUOUS = (
-    "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
-    "one of them within .local(), and do not declare {0}"
+    "{0} keys can be this rank's own tokens or a sequence declared as replicated: compute one of "
+    "the two within .local(), and do not declare {0}"
 )
 
 
@@ -146,7 +146,7 @@ class SequenceParallelMode(TorchFunctionMode):
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Leave attention within this scope as it is: every rank has all keys and values."""
+        """Compute attention within this scope locally: every rank has all keys and values."""
         self._num_local += 1
         try:
             yield
@@ -154,7 +154,7 @@ class SequenceParallelMode(TorchFunctionMode):
             self._num_local -= 1
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Sequence[TorchFunctionMode]) -> Any:
-        """Return layouts of queries and keys for `_show`, where attention is left as it is."""
+        """Return layouts of queries and keys for `_show`, where attention stays local."""
         return None, None
 
     def _show(
@@ -199,11 +199,11 @@ class SequenceParallelMode(TorchFunctionMode):
 
     # No property: compilers trace none of a mode that was entered before the graph.
     def attends_locally(self) -> bool:
-        """Return whether attention is left as it is."""
+        """Return whether attention is computed locally now."""
         return self._num_local > 0
 
     def refuse(self, module: nn.Module, args: object) -> None:
-        """Refuse a model of transformers; the hook before every module's forward."""
+        """Refuse models of transformers, in a hook that runs before each module's forward."""
         # Only such models have this method, so transformers need not be imported.
         if not hasattr(module, "set_attn_implementation") or torch.compiler.is_compiling():
             return
@@ -228,7 +228,7 @@ class SequenceParallelMode(TorchFunctionMode):
         return options, mask
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return all keys and values if they are of another, cut sequence; None otherwise."""
+        """Return all keys and values if they come from a second sharded sequence, or None."""
         return None
 
     def attend(
@@ -279,8 +279,8 @@ class SequenceParallelMode(TorchFunctionMode):
             if is_other and (is_causal or has_mask):
                 shape = None if attn_mask is None else tuple(attn_mask.shape)
                 raise ConfigError(
-                    f"attention to the keys of another sequence that is cut, is_causal={is_causal} "
-                    f"and a mask of shape {shape}: give a mask of its keys, (batch, 1, 1, keys)"
+                    f"attention to keys of another sharded sequence, is_causal={is_causal} and a "
+                    f"mask of shape {shape}: give is_causal=False and a mask (batch, 1, 1, keys)"
                 )
         num_tokens, num_keys = query.shape[2], key.shape[2]
         may_be_cross = self._replicated or num_keys != num_tokens
@@ -291,7 +291,7 @@ class SequenceParallelMode(TorchFunctionMode):
             _check_whole(self.mesh, key, value)
         if others is not None or is_cross:
             if modes and others is not None:
-                refuse_modes(modes, "attention to the keys of another sequence that is cut")
+                refuse_modes(modes, "attention to keys of another sharded sequence")
             if modes:
                 layouts = self.resolve(query, None)[0].layout, None
                 return self._show(modes, layouts, query, key, value, attn_mask, **whole)
@@ -349,9 +349,9 @@ class SequenceParallelMode(TorchFunctionMode):
             if self._layout is None or num_keys not in _tokens_of(self._layout):
                 way_out = f"say so with context_parallel(..., replicated=({num_keys},))"
             raise ConfigError(
-                f"attention of {num_queries} queries to {num_keys} keys: a rank's own tokens are "
-                "as many keys as queries. Run the model without a cache of keys (use_cache=False); "
-                f"if every rank has all keys, as of a prompt, {way_out} or in the table's `attends`"
+                f"attention of {num_queries} queries to {num_keys} keys: self-attention needs as "
+                "many keys as queries. Run the model without a cache of keys (use_cache=False); if "
+                f"every rank has all keys, as of a prompt, {way_out} or in the table's `attends`"
             )
         return False
 
@@ -374,32 +374,32 @@ def context_parallel(
 ) -> Iterator[SequenceParallelMode]:
     """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
 
-    Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. Masks are of
-    the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S.
-    Causal attention, `scale` and `enable_gqa` mean what they mean in torch; dropout is refused.
+    Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. A mask covers
+    the whole sequence, is the same on every rank, and broadcasts to (B, H, S, S); its last dim is
+    S. Causal attention, `scale` and `enable_gqa` mean the same as in torch; dropout is refused.
 
-    Only calls of torch's function are replaced, and layers with a softmax of their own refused. A
-    model that calls flash-attn, xformers or flex attention directly keeps its local attention. So
-    does a model that leaves out a mask because this rank's tokens need none, as for a window longer
-    than this rank's part, or packed documents that end with it: give the model the whole mask.
+    Only calls of torch's function are replaced; layers that call softmax themselves are refused. A
+    model that calls flash-attn, xformers or flex attention directly keeps its local attention. Some
+    models leave out a mask if this rank's tokens need none, as when a window is longer than this
+    rank's part, or packed documents end with it: give such a model the whole mask.
 
-    With `gather` at the end of the model, the mean of the ranks' gradients of parameters, which DDP
-    and FSDP take, is the gradient.
+    With `gather` at the end of the model, average the gradients of parameters over ranks, as DDP
+    and FSDP do.
 
     Args:
         mesh: The ranks.
         layout: Which tokens each rank has. Default: one segment, the same number on every rank.
-        replicated: Numbers of keys that every rank has whole, as those of a prompt. Attention to
-            them is left as it is; so is all attention within `.local()` of the yielded mode.
-        comm_dtype: Dtype on the wire, as in `AttentionOptions`.
+        replicated: Lengths of sequences of keys that every rank has whole, such as a prompt.
+            Attention to them stays local; so does attention within `.local()` of the yielded mode.
+        comm_dtype: Dtype of tensors sent between ranks, as in `AttentionOptions`.
         kernel: Name of the block kernel, or your own.
         overlap: True lets Ulysses exchange while it computes.
-        checked: A model that was compared with one process. Default: models of transformers are
-            refused; see `bascule.transformers.context_parallel`.
+        checked: A model whose output was compared with one process. Without it, models of
+            transformers are refused; see `bascule.transformers.context_parallel`.
 
     Raises:
-        ConfigError: A call cannot be split, a number of keys is ambiguous, or nothing within called
-            scaled_dot_product_attention.
+        ConfigError: A call cannot be split, a number of keys is ambiguous, or no code within the
+            `with` called scaled_dot_product_attention.
     """
     if isinstance(mesh, DeviceMesh):
         mesh = AttentionMesh.of(mesh)
@@ -417,7 +417,7 @@ def context_parallel(
             hook.remove()
     if not mode.has_attended:
         raise ConfigError(
-            "context_parallel: nothing within called F.scaled_dot_product_attention: choose it"
+            "context_parallel: no layer called F.scaled_dot_product_attention: let the model use it"
         )
 
 
@@ -454,7 +454,7 @@ def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
     for rank, numbers in enumerate(others, 1):
         if not np.linalg.norm(numbers - first) <= _MAX_DISTANCE * np.linalg.norm(first):
             raise ConfigError(
-                f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, and "
+                f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, but "
                 f"rank {rank} has others than rank 0: do not declare them, or use no cache"
             )
 
@@ -466,7 +466,7 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def modes_of_others() -> list[TorchFunctionMode]:
-    """Return the entered modes but for ours and those of torch, such as a default device's."""
+    """Return the entered modes, except bascule's and torch's own, such as a default device."""
     return [
         mode
         for mode in overrides._get_current_function_mode_stack()
@@ -476,7 +476,7 @@ def modes_of_others() -> list[TorchFunctionMode]:
 
 
 def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
-    """Refuse modes of others around attention that cannot show them all tokens."""
+    """Refuse other packages' modes around attention that cannot show them all tokens."""
     names = " and ".join([type(mode).__name__ for mode in modes])
     raise ConfigError(
         f"{names} (a TorchFunctionMode) is entered around {what}, where it would see one rank's "

@@ -12,10 +12,10 @@ from torch._dynamo.eval_frame import skip_code
 
 
 class StandIn:
-    """A replacement of one method of one object; copies and pickles have the object's method.
+    """A wrapper that replaces one method of one object; copies and pickles have the method itself.
 
-    Others may replace the method later, as diffusers and accelerate do with `forward`. `remove`
-    then leaves theirs in place, and the stand-in below only calls the method.
+    Other packages may replace the method later, as diffusers and accelerate do with `forward`.
+    `remove` then leaves their replacement in place; the stand-in below only calls the method.
     """
 
     # No `__dict__`: `functools.update_wrapper` would copy it into the wrappers of others.
@@ -42,7 +42,7 @@ class StandIn:
         return self.around(self.method, *args, **kwargs)
 
     def remove(self) -> None:
-        """Give the owner its method back; below a replacement of others, only stop."""
+        """Give the owner its method back; below another package's replacement, only stop."""
         self.is_on = False
         owners, bound = [self.owner], getattr(self.method, "__self__", None)
         # hooks of others may have moved the stand-in to the module, and be gone
@@ -71,10 +71,10 @@ _OVERRIDE: Any = "_bascule_override"
 
 
 class Override:
-    """A replacement of one method of one object by a subclass of its class, of the same name.
+    """A replacement of one method of one object, by a subclass with the name of its class.
 
-    In contrast to `StandIn` it replaces special methods such as `__call__`, and does not change
-    the object's attributes. Copies and pickles have the former class, unless `with_copies`.
+    Unlike `StandIn`, it can replace special methods such as `__call__`, and does not change the
+    object's attributes. Copies and pickles have the original class, unless `with_copies`.
     Compiled code calls the replaced method.
     """
 

@@ -1,7 +1,7 @@
-"""Step: the moves and the attention of one plan, bound to its groups and its device.
+"""Step: move tokens and attend by one plan, on its process groups and its device.
 
-Shapes: T tokens as loaded on this rank, C tokens that it computes on, H heads, D head width, n
-samples as loaded on this rank, N samples of all ranks.
+Shapes: T tokens loaded on this rank, C tokens that it computes on, E context tokens of its bag, H
+query heads, K key-value heads, D head width, n samples loaded on this rank, N on all ranks.
 """
 
 from ast import literal_eval
@@ -129,7 +129,7 @@ class _Signatures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
-    """The groups, device and kernel that steps are bound to."""
+    """The process groups, the device and the kernel that steps use."""
 
     group: RankGroup
     data_group: RankGroup  # over which gradients are averaged
@@ -139,16 +139,16 @@ class Binding:
 
 
 class Step:
-    """A plan bound to its groups and device: moves and attends for one step. Made by `plan`.
+    """One planned step: moves tokens and computes attention. `SequenceParallel.plan` makes it.
 
-    Forward, recomputation under checkpointing and backward of a step all use this object, however
-    many steps are alive. All ranks call its methods in the same order.
+    The forward pass, recomputation under checkpointing and the backward pass use the same step;
+    other steps may be alive. All ranks call its methods in the same order.
 
     Attributes:
         plan: The frozen plan.
-        number: Which plan of the SequenceParallel it is, from 1.
+        number: Number of this plan of its SequenceParallel, from 1.
         local: Layout of the tokens that this rank computes on, as numpy arrays.
-        local_seq_ids: Global ids of the sequences of this rank's chunks; see `LocalLayout`.
+        local_seq_ids: Global id of each sequence that this rank has a chunk of; see `LocalLayout`.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
     """
 
@@ -172,19 +172,19 @@ class Step:
 
     @property
     def num_attended(self) -> int:
-        """Attentions that this rank computed so far, forward passes only."""
+        """Number of attention calls that this rank computed so far, in forward passes only."""
         return self._done.num_attended
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank sent to other ranks so far, forward passes only."""
+        """Bytes that this rank sent to other ranks so far, in forward passes only."""
         return self._done.traffic
 
     @cached_property
     def row(self) -> SharedRow:
-        """The sequences of this rank's bag, for layers that share heads, not tokens.
+        """The sequences of this rank's bag, for layers that split heads over ranks, not tokens.
 
-        ConfigError: The plan has other masks than causal ones.
+        ConfigError: The plan has masks that are not causal.
         """
         plan, group = self.plan, self._binding.group
         masks, ranks = plan.masks, plan.topology.bags[plan.topology.bag_of_rank[group.rank]]
@@ -200,7 +200,7 @@ class Step:
         return SharedRow(lens, shared, counts, order, self.number, self._done.share_heads)
 
     def __enter__(self) -> "Step":
-        """Begin a block in which an error of the user's code ends the waits of other ranks."""
+        """Begin a block: an error of the user's code in it ends the waits of the other ranks."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -208,50 +208,50 @@ class Step:
             leave(error, f"step {self.number}: the code of this rank", ends_all=True)
 
     def route(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """Bring tokens from where they were loaded to where they are computed.
+        """Send tokens from the ranks that loaded them to the ranks that compute on them.
 
-        Differentiable; one all-to-all a direction, backward only of what needs gradients.
+        Differentiable. One all-to-all forward, and one backward for tensors that need gradients.
 
         Args:
             tensors: Each (T, ...) in the order of this rank's sequences, of any dtype.
 
         Returns:
-            Each (C, ...), by its name.
+            The (C, ...) tensors, by name.
 
         Raises:
-            ConfigError: A tensor has another number of rows. CommError: an exchange failed.
+            ConfigError: A tensor does not have T rows. CommError: an exchange failed.
         """
         return self._move("route", tensors)
 
     def restore(self, tensor: Tensor) -> Tensor:
-        """Bring tokens (C, ...) back to source and order, (T, ...); one all-to-all a direction."""
+        """Send tokens (C, ...) back to the ranks that loaded them, in order: (T, ...)."""
         return self._move("route", {"tensor": tensor}, back=True)["tensor"]
 
     def route_contexts(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """Bring the context of each sequence to all ranks that compute on the sequence.
+        """Send each sequence's context, its tokens of cross-attention, to all ranks of its bag.
 
-        Differentiable; one all-to-all a direction. The gradient of a context is the sum over ranks.
+        Differentiable; one all-to-all each way. The backward pass sums gradients over those ranks.
 
         Args:
-            tensors: Each (rows, ...): the contexts of this rank's sequences, one after another, as
-                long as `Sequences.context_lens` says.
+            tensors: Each (rows, ...): the contexts of the sequences that this rank loaded, one
+                after another, with the lengths in `Sequences.context_lens`.
 
         Returns:
-            Each (E, ...), by its name: the contexts of the sequences of this rank's bag, in order
-            of their ids.
+            The (E, ...) tensors, by name: the contexts of the sequences of this rank's bag, ordered
+            by sequence id.
         """
         return self._move("route_contexts", tensors)
 
     def attend_contexts(
         self, q_CHD: Tensor, k_EKD: Tensor, v_EKD: Tensor, *, scale: float | None = None
     ) -> Tensor:
-        """Attend exactly from each token to all of its sequence's context; (C, H, D). No exchange.
+        """Return the exact attention (C, H, D) of tokens to their sequence's context; no exchange.
 
         Tokens of a sequence without a context get 0.
 
         Args:
             q_CHD: Queries.
-            k_EKD: Keys of what `route_contexts` brought; H is a multiple of K.
+            k_EKD: Keys made from the output of `route_contexts`; H is a multiple of K.
             v_EKD: Values.
             scale: Factor of the scores. Default: D^-0.5.
         """
@@ -268,21 +268,21 @@ class Step:
         scores: Scores = PLAIN,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Attend exactly within each whole sequence; (C, H, D).
+        """Return the exact attention (C, H, D) of each token within its whole sequence.
 
-        Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
-        neighbours forward and 2 R - 1 backward where there is a ring.
+        Ranks that share heads make two all-to-alls forward and two backward. The R ranks of a ring
+        make R - 1 exchanges with neighbours forward and 2 R - 1 backward.
 
         Args:
             q_CHD: Queries.
             k_CKD: Keys; H is a multiple of K.
             v_CKD: Values.
-            causal: True hides later tokens from each one. It must be False where sequences were
-                planned with masks, which hold then.
+            causal: True hides later tokens from each token. Leave it False if the sequences were
+                planned with masks, which then apply.
             scale: Factor of the scores. Default: D^-0.5.
-            scores: Windows, chunks and caps; the first two where all attention is causal.
-            sink: (H,), one more score in each softmax, with a value of 0. The gradient is of what
-                this rank computes: its sum over ranks counts each token once.
+            scores: Windows and chunks, which need causal attention, and caps.
+            sink: (H,) one more score in each softmax, with a value of 0. Its gradient is the part
+                that this rank computes: sum it over ranks.
 
         Raises:
             ConfigError: An argument is wrong. CommError: an exchange failed.
@@ -290,29 +290,29 @@ class Step:
         return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale, scores, sink)
 
     def count_routed(self, is_marked: Tensor) -> int:
-        """Count the marked rows that were brought here; `is_marked` is (T,) bool on the host.
+        """Count the marked tokens that `route` sends to this rank; `is_marked` is (T,) bool on CPU.
 
-        It takes an all-to-all of one number. In a group's first use, a gather lets ranks agree.
+        One all-to-all of a number per rank; the first call in a group also gathers, to compare.
         """
         if not torch.compiler.is_compiling():
             return self.num_marked(is_marked)
         return int(torch.ops.bascule.count_routed(is_marked, self._key))
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
-        """Gather the per-sample rows of all ranks: (n, ...) to (N, ...), by global sequence id.
+        """Gather one row per sample from all ranks: (n, ...) to (N, ...), by global sequence id.
 
-        Differentiable; one all-to-all a direction, each row to all ranks.
+        Differentiable; one all-to-all each way. Each row goes to all ranks.
         """
         return self._move("gather_samples", {"tensor": tensor})["tensor"]
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """Return the mean over all ranks' tokens, for gradients averaged (or summed) over ranks.
+        """Return the mean over all ranks' tokens, with a gradient to be averaged (or summed).
 
         One all-reduce of two numbers.
 
         Args:
-            per_token: (any number, ...) values of this rank; no rows are legal, a scalar is not.
-            weights: Factor of each value; broadcasts to the values. None counts each once.
+            per_token: (any number, ...) values of this rank; it accepts 0 rows, but no scalar.
+            weights: Factor of each value; broadcasts to the values. None: 1.
         """
         refuse_transforms("mean", per_token)
         check_weights(weights)  # within an operator no tensor requires a gradient
@@ -392,7 +392,7 @@ class Step:
             return int(counts.sum())
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean over all ranks, and the factor of its gradient; no weights: 0.
+        """Return the weighted mean over all ranks, and the factor of its gradient; 0 for weight 0.
 
         The factor is (ranks of the mean, or 1) / (sum of weights). One all-reduce.
         """

@@ -8,7 +8,7 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
-    """The key-value heads of each Ulysses rank, as even as possible."""
+    """How many key-value heads each Ulysses rank has, as evenly as possible."""
 
     base: int  # key-value heads that every rank has
     num_more: int  # first ranks, each with one more
@@ -16,10 +16,10 @@ class HeadShares:
 
     @classmethod
     def split(cls, num_kv_heads: int, size: int) -> "HeadShares":
-        """Share the heads of a layer among some ranks, each of which must get one."""
+        """Split the key-value heads of a layer over ranks; each rank must get one."""
         if num_kv_heads < size:
             wrong = f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads"
-            raise ConfigError(f"{wrong}, one a rank: use bags of at most {num_kv_heads} ranks")
+            raise ConfigError(f"{wrong}, one per rank: use bags of at most {num_kv_heads} ranks")
         return cls(num_kv_heads // size, num_kv_heads % size, size)
 
     @property
@@ -66,11 +66,11 @@ class Traffic:
         queries: int,
         row_bytes: int,
     ) -> "Traffic":
-        """Count the bytes that a rank sends in the forward of one attention.
+        """Count the bytes that a rank sends in the forward pass of one attention.
 
-        `tokens` has the tokens of each Ulysses rank. The rank passes keys and values of
-        `passed_tokens` around the ring, over all rounds. A key-value head serves `queries` query
-        heads, and a head of a token has `row_bytes`.
+        `tokens` gives the number of tokens of each Ulysses rank. Over all rounds, the rank passes
+        keys and values of `passed_tokens` around the ring. A key-value head serves `queries` query
+        heads; one head of one token has `row_bytes`.
         """
         local, home = shares.of(rank), tokens[rank]
         into = home * (shares.num_kv_heads - local) * (queries + 2)

@@ -163,7 +163,7 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
         refuse(words, encoder, items if rank == 1 else good)
     refuse("no rank has an item to encode", encoder.call, x[:0], ids[:0])
     refuse(
-        "does not take these arguments: too many positional arguments",
+        "does not accept these arguments: too many positional arguments",
         encoder.call,
         x,
         ids,

@@ -210,7 +210,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
         (refused(own_products(layout=layout)), own),
         (refused(own_products()), own),
         (call(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
-        (call(q, keys, keys), "to 7 keys: a rank's own tokens"),
+        (call(q, keys, keys), "to 7 keys: self-attention needs"),
         (call(q, q, q, attn_mask=part), "for 9 tokens: give the mask of the whole sequence"),
         (call(q, few, few), "set enable_gqa=True"),
         (call(q[0], q[0], q[0]), "give (batch, heads, tokens, head_dim)"),
@@ -223,9 +223,9 @@ def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
         (call(q, others, others), "compute it within .local(), as some ranks have"),
         (
             call(q, cached, cached, among={"layout": layout, "replicated": [6]}),
-            "declared as replicated=6, and rank 1 has others than rank 0",
+            "declared as replicated=6, but rank 1 has others than rank 0",
         ),
-        (refused(nothing), "nothing within called F.scaled_dot_product_attention"),
+        (refused(nothing), "no layer called F.scaled_dot_product_attention"),
         (refused(hidden), "cannot be split over ranks"),
     ]
     for text, words in said:

@@ -90,6 +90,9 @@ def test_gradients_are_those_of_one_process(wrapper: str, sync: str) -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError):
         train_step(make_model(), [torch.sum], sync="batch")  # pyright: ignore[reportArgumentType]
+    late = [lambda model: model(rows(0, k)).mean() for k in range(3)]  # noqa: B023
+    with pytest.raises(ConfigError, match="1 and 2 are functions of one loop"):
+        train_step(make_model(), late)
 
 
 def test_one_process_needs_no_group() -> None:

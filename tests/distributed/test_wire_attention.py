@@ -202,7 +202,7 @@ def disagreements(mesh: AttentionMesh) -> None:
         x = torch.randn(1, 4, 3 + number, 8).to(dtype if is_last else torch.float32)
         options = AttentionOptions(comm_dtype=last if is_last else first)
         names, text = raised_by(attention, x, x, x, mesh, options=options)
-        assert "CommError" in names and words in text and "disagree on the form" in text, text
+        assert "CommError" in names and words in text and "disagree on the call" in text, text
 
 
 ALL = [(1, 2), (2, 2), (3, 1), (2, 1), (1, 3), (4, 1), (2, 3)]

@@ -496,7 +496,7 @@ def test_refused_in_place_of_yunchang() -> None:
             ("give one of USP", lambda: in_place_of(ulysses)),
             ("give one of USP", lambda: in_place_of(scaled_dot_product_attention)),
             ("as many keys as queries", lambda: own(x, x[:, :5], x)),
-            ("disagree on the form", lambda: own(*[x[:, dist.get_rank() :]] * 3)),
+            ("disagree on the call", lambda: own(*[x[:, dist.get_rank() :]] * 3)),
         ]
     )
 

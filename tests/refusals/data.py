@@ -75,9 +75,9 @@ PACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"labels": IDS}, ("sample 1 lacks input_ids",)),
     ({"input_ids": IDS.int()}, ("int64", "in sample 0 and torch.int32")),
     (ONE | {"image": torch.zeros(1, 3)}, ("image is", "(1, 2)", "(1, 3)")),
-    (ONE | {"image": torch.zeros(1, 2).bfloat16()}, ("same dtype",)),
-    (ONE, ("sample 1 lacks weight",)),
-    (ONE | {"cu_items": {}}, ("cu_items is a name of make_pack",)),
+    (ONE | {"image": torch.zeros(1, 2).bfloat16()}, ("one dtype",)),
+    (ONE, ("sample 1 lacks the number weight",)),
+    (ONE | {"cu_items": {}}, ("cu_items is a field that make_pack adds",)),
 ]
 UNPACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cu_seqlens": None}, ("no cu_seqlens",)),
@@ -124,7 +124,7 @@ CASES = [
     ("a pack beyond int32", partial(Pack, 2**31), ("at most 2,147,483,647",)),
     ("no fields", partial(Pack, 4, token_fields=()), ("one or more different names",)),
     ("a field twice", partial(Pack, 4, token_fields=("a", "a")), ("different names",)),
-    ("a made field", partial(Pack, 4, token_fields=("positions",)), ("is a name of make_pack",)),
+    ("a made field", partial(Pack, 4, token_fields=("positions",)), ("make_pack adds",)),
     ("version of a state", state(version=2), ("version 2",)),
     ("state of other samples", state(deal=(9, 1, 4)), ("(9, 1, 4)", "(9, 1, 5)")),
     ("state without a deal", state(deal=None), NO_STATE),

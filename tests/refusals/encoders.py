@@ -68,9 +68,9 @@ CASES = [
     (
         "missing",
         lambda: called_with(encode, (), {}),
-        ("does not take these arguments: missing a required",),
+        ("does not accept these arguments: missing a required",),
     ),
-    ("takes *args", lambda: called_with(packed, (1, 2), {}), ("takes *args",)),
+    ("takes *args", lambda: called_with(packed, (1, 2), {}), ("has *args",)),
     ("no VAE", lambda: settings_of(TileCalls(nn.Linear(2, 2))), ("a Linear cannot tile",)),
 ]
 SMALL, STILL = torch.zeros(1, 4, 1, 8, 8), torch.zeros(1, 3, 8, 8)

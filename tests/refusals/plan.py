@@ -98,7 +98,7 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("no topology", planned([1], ""), ("''",)),
     ("lengths that are no list", planned({1: 2}), ("rank 0", "flat list")),
     ("ragged lengths", planned([7, [8]]), ("rank 0", "cannot be read as an array")),
-    ("a batch that is no list", partial(plan_batch, 5, "g1n2", COST), ("one list a source rank",)),  # pyright: ignore[reportArgumentType]
+    ("a batch that is no list", partial(plan_batch, 5, "g1n2", COST), ("list per source rank",)),  # pyright: ignore[reportArgumentType]
     ("lengths of two dims", planned(np.ones((2, 2), int)), ("rank 0", "flat list")),
     ("a small integer below 0", planned(np.array([4, -5], np.int8)), ("rank 0", "length -5")),
     ("lengths of truth", planned(np.array([True])), ("rank 0, sequence 0", "length True")),

@@ -227,11 +227,11 @@ def test_a_stateful_loader_goes_on_where_it_was(num_workers: int) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"seed": 1}, "the state has seed=1, and this sampler 0"),
-        ({"num_samples": 9}, "the state has num_samples=9, and this sampler 10"),
+        ({"seed": 1}, "the state has seed=1, this sampler has 0"),
+        ({"num_samples": 9}, "the state has num_samples=9, this sampler has 10"),
         ({"shuffle": False}, "shuffle=False"),
         ({"version": 1}, "version=1"),
-        ({"delivered": 11}, "11 samples were delivered .* and there are 10"),
+        ({"delivered": 11}, "11 samples were delivered .* but there are 10"),
         ({"delivered": -1}, "delivered of the state is -1"),
         ({"epoch": "x"}, "epoch of the state is 'x'"),
         ({"more": 1}, "has the entries"),
@@ -271,7 +271,7 @@ def test_limits_that_cannot_be_kept() -> None:
     for padded in (False, True):
         options = SamplerOptions(limits=Limits(tokens=50), padded=padded)
         sampler = ranks_of([40] * 8, 2, options=options)[0]
-        with pytest.raises(PlanError, match="epoch 0, step 0 of the rest: "):
+        with pytest.raises(PlanError, match="epoch 0, step 0 from resume: "):
             next(iter(sampler))
     options = SamplerOptions(limits=Limits(tokens=50), padded=True, even_counts=False)
     with pytest.raises(PlanError, match="8 samples of a step do not fit into 2 padded batches"):

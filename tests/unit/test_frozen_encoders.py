@@ -95,7 +95,7 @@ def test_other_text_encoders(folders: Path, kind: str, most: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"vae": "grey"}, "--vae .*grey: takes images of 1 channel: give a VAE for RGB images"),
+        ({"vae": "grey"}, "--vae .*grey: needs images of 1 channel: give a VAE for RGB images"),
         ({"vae": "fast"}, "--vae .*fast: makes one latent frame of 2: give .* one of 4"),
         ({"vae": "empty"}, "--vae .*config.json cannot be read: give the folder of a VAE"),
         ({"vae": "nowhere"}, "--vae .*config.json cannot be read: give the folder of a VAE"),
@@ -152,7 +152,7 @@ def test_shapes_are_known_before_and_are_those_of_latents(
     assert encoders.vae is not None and encoders.text is not None
     with caplog.at_level(logging.WARNING, "bascule"):
         data = PhotoStream(album, 1, options=encoders.photo_options(options))
-    assert "cut 1 captions to what the text encoder takes" in caplog.text
+    assert "cut 1 captions to the limit of the text encoder" in caplog.text
     assert (data.in_channels, data.text_dim, data.vec_dim) == (16, 64, 64)
     raw = data.raw(range(3))
     assert sorted(map(len, raw.texts)) == [0, 0, 12]

@@ -323,6 +323,12 @@ def test_what_a_run_is_worth() -> None:
     assert "width 256, 3 layers, gamma 0.500, 0.00236 billion parameters" in text
     assert "1.88 sequences per rank and microbatch on average; steps simulated: 3" in text
     assert simulate(CODES, profile=MACHINE, model=MODEL, topologies=names).saved_money(now) is None
+    # An epoch has the tokens of the data, whichever row comes first.
+    epoch = replace(options, is_epoch=True)
+    for order in (names, names[::-1]):
+        epochs = simulate(CODES, profile=MACHINE, model=MODEL, topologies=order, options=epoch)
+        of_packs = next(run for run in epochs.runs if run.name == "packs")
+        assert epochs.gpu_hours(of_packs) == pytest.approx(found.gpu_hours(packed))
 
 
 def test_bags_that_the_simulation_chooses() -> None:
@@ -391,7 +397,7 @@ def test_parts_hold_the_samples_of_their_rank() -> None:
 def test_the_answer() -> None:
     data = [[[900, 800, 40], [50]]]
     for memory, names, said in (
-        (1e9, ["none"], "What you do now (none) leaves ranks waiting 44.7 %"),
+        (1e9, ["none"], "loads (none), ranks wait 44.7 % of the time."),
         (1e9, ["none"], "of the time. Nothing here is faster: leave it as it is."),
         (1e9, ["none", "g2n1"], "bascule (g2n1) is 1."),
         (1e9, ["none", "g2n1"], " CHF) in 500 steps."),
@@ -400,13 +406,13 @@ def test_the_answer() -> None:
         (
             1000.0 * WIDTH,
             ["none", "g2n1"],
-            "(none) needs 17.8 MB of 10.2 MB of memory; with its samples in 2 microbatches it fits",
+            "activations need 17.8 MB, and a rank has 10.2 MB; in 2 microbatches they fit",
         ),
-        (600.0 * WIDTH, ["none", "g2n1"], "does not fit with one sample at a time either. Speed"),
+        (600.0 * WIDTH, ["none", "g2n1"], "one sample at a time does not fit either. Speed"),
         (
             600.0 * WIDTH,
             ["none", "g2n1", "loader"],
-            "over g2n1, 2 parts, the first row that fits. Nothing here is faster.",
+            "over g2n1 in 2 microbatches, the first row that fits. Nothing here is faster.",
         ),
         (1.0, ["none", "g2n1"], "Nothing here fits, even with one sample per rank at a time."),
     ):

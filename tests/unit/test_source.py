@@ -164,7 +164,7 @@ def test_a_plain_loader_goes_on_after_what_was_delivered(grouping: int | None) -
         assert flat(left) == flat(twice) == list(range(skip, 10))
         if grouping is not None:
             assert all(len(group) == grouping for group in left[:-1])
-    with pytest.raises(ConfigError, match=r"3 loaders .* this one has 1: .* ResumableSampler"):
+    with pytest.raises(ConfigError, match=r"3 loaders .* this run has 1: .* ResumableSampler"):
         read(Source(lists, groups), [[1, 1, 1]])
     with pytest.raises(ConfigError, match=r"11 samples were delivered .* there are 10"):
         read(Source(lists, groups), [[4], [7]])

@@ -36,6 +36,7 @@ _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {  # unit, fields of a profil
     "latency_us": (1e-6, ("launch_s",)),
     "memory_gb": (1e9, ("memory_bytes",)),
 }
+_LONG_CLIP = 500_000  # tokens of a sample, far above what trainers use
 _DEFAULT_BATCH = 4
 
 
@@ -90,7 +91,15 @@ class InputOptions(ManifestOptions):
         """Lines that say how --manifest or --lengths was understood."""
         if self.lengths is not None and "/" not in self.lengths and "," in self.lengths:
             return ["Rank 0 loads all these sequences: --lengths separates ranks by /."]
-        return [] if self.manifest is None else self._manifest.summary()
+        if self.manifest is None:
+            return []
+        lines, most = self._manifest.summary(), int(self._manifest.lens.max(initial=0))
+        if most > _LONG_CLIP and self.max_frames is None:
+            lines.append(
+                f"The longest sample has {most:,} tokens: if your trainer cuts clips or scales "
+                "them, say how by --max-frames and --bucket."
+            )
+        return lines
 
     def check_steps(self, **counts: int | None) -> None:
         """Refuse counts above 1 (by option name) if the source has only one batch."""

@@ -18,6 +18,9 @@ def run(options: ServeOptions, arguments: list[str]) -> None:
     from bascule.cli.command import on_ranks
     from bascule.cli.launch import forwarding_stops, in_a_job, stop_asked
 
+    if not in_a_job():
+        options.listen().close()  # a taken port is told before minutes of loading
+
     def serve(device: "torch.device") -> None:
         from bascule.serve.serving import run_server
 

@@ -118,7 +118,10 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             others = compare(options=replace(setting, stages=balanced)).runs
             others = tuple(replace(other, name=f"{other.name} + encoders") for other in others)
             result = replace(result, runs=(*result.runs, *others))
-    console = publish(options, result.to_report())
+    report = result.to_report()
+    if options.d_model is None:
+        report = replace(report, title=f"{report.title}: {options.model}")
+    console = publish(options, report)
     if options.traces is not None:
         for simulated in result.runs:
             folder = options.traces / simulated.name.replace(" ", "_")

@@ -38,9 +38,9 @@ def agree(
 ) -> list[Ints]:
     """Check that settings are the same on all ranks and no rank has an error; gather `values`.
 
-    One all-gather with room for `capacity` integers of each rank; if a rank has more, or settings
-    differ, a second. All ranks raise RemoteConfigError for bad input, also the rank that has it;
-    CommError for all else, there from its own error.
+    One all-gather with room for `capacity` integers of each rank; a second one if a rank has more,
+    or settings differ. If a rank has bad input, all ranks raise RemoteConfigError; for any other
+    error CommError, whose cause on that rank is its own error.
     """
     call = f"{what}, step {step}"
     message = np.zeros(_VALUES + capacity, np.int64)
@@ -84,10 +84,10 @@ def agree_on(
     what: str,
     step: int = 0,
 ) -> Made:
-    """Return what `make` makes on this rank, once all ranks of a group have made theirs.
+    """Return the result of `make` on this rank, once all ranks of a group have their result.
 
     One all-gather also compares the settings of the results. If `make` fails on a rank, that rank
-    raises its error, and the others one that quotes it. A group of None is this rank alone.
+    raises its error; the others raise an error that quotes it. A group of None is this rank alone.
     """
     made, error, settings = list[Made](), None, dict[str, str]()
     try:
@@ -112,11 +112,11 @@ def first_use(
     what: str,
     step: int = 0,
 ) -> None:
-    """Check that all ranks make the same call, the first time that a group meets its signature.
+    """Check that all ranks make the same call, when a group first meets the call's signature.
 
-    `describe` returns the call as text, and the error in it or None. The text must hold all that
-    decides sizes: gloo aborts a process that gets a message of an unexpected size. After the
-    first use of `what`, an error is raised on this rank only; its note ends the others' waits.
+    `describe` returns the call as text, and its error or None. The text must contain everything
+    that decides sizes: gloo aborts a process that gets a message of unexpected size. After the
+    first use of `what`, only this rank raises an error; its note ends the other ranks' waits.
     """
     if group is not None and group.calls.has_agreed((what, signature)):
         return
@@ -124,7 +124,7 @@ def first_use(
     if error is not None and (group is None or group.calls.has_agreed(what)):
         raise error
     if group is not None:
-        agree(group.control or group, {f"the form of {what}": text}, error, what=what, step=step)
+        agree(group.control or group, {f"the call of {what}": text}, error, what=what, step=step)
         group.calls.agree(what)
         group.calls.agree((what, signature))
 

@@ -1,8 +1,8 @@
 """Every collective of bascule: rows and numbers between the ranks of a group.
 
-A whole group in its own order makes the collectives of torch. A part of a group, a mesh in another
-order, and an all-to-all over gloo send messages, tagged with the number of the call. Groups of gloo
-take tensors of CUDA only after `groups.stage_cuda`. Ranks are indices into `RankGroup.ranks`.
+A whole group in its own order uses the collectives of torch. A part of a group, a mesh in another
+order, and an all-to-all over gloo send messages, tagged with the number of the call. Gloo groups
+accept CUDA tensors only after `groups.stage_cuda`. Ranks are indices into `RankGroup.ranks`.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,10 +26,10 @@ Tensors = Mapping[int, Tensor]  # by rank
 
 
 class Transfers:
-    """Tensors on their way to and from other ranks; posted when this is made.
+    """Point-to-point transfers of tensors with other ranks; the constructor posts them.
 
-    `sent` has a contiguous tensor for each receiving rank, `received` one to write for each sending
-    rank. Ranks without either make the call, too.
+    `sent` has a contiguous tensor for each receiving rank, `received` a tensor to write for each
+    sending rank. Ranks that neither send nor receive make the call, too.
     """
 
     def __init__(self, group: RankGroup, where: str, sent: Tensors, received: Tensors) -> None:
@@ -85,7 +85,7 @@ def start_all_to_all(
     recv_splits: list[int],
     send_splits: list[int],
 ) -> Callable[[], None]:
-    """Start to send rows to each rank and receive from each, by splits; return the wait."""
+    """Start an all-to-all of rows, by splits; return a function that waits for it."""
     by_gloo = group.calls.is_gloo and (sent.is_cpu or is_staged(group, sent))
     if by_gloo or not group.is_whole:
         into = dict(enumerate(received.split_with_sizes(recv_splits)))
@@ -110,7 +110,7 @@ def start_all_to_all(
 
 
 def all_gather(group: RankGroup, where: str, x: Tensor) -> Tensor:
-    """Return the tensors of all N ranks, alike in shape and dtype, as (N, ...)."""
+    """Return the tensors of all N ranks, of one shape and dtype, as (N, ...)."""
     if is_staged(group, x):
         return _like(x, all_gather(group, where, _host_copy(x)))
     x = x.contiguous()
@@ -126,7 +126,7 @@ def all_gather(group: RankGroup, where: str, x: Tensor) -> Tensor:
 
 
 def reduce_scatter(group: RankGroup, where: str, parts: Tensor) -> Tensor:
-    """Sum over the ranks the part that each has for this rank: (N, ...) to (...), in its dtype."""
+    """Return the sum over ranks of their parts for this rank: (N, ...) to (...), same dtype."""
     if is_staged(group, parts):
         return _like(parts, reduce_scatter(group, where, _host_copy(parts)))
     parts = parts.contiguous()
@@ -193,23 +193,23 @@ def _wait_for_stream(x: Tensor) -> None:
 
 
 def is_staged(group: RankGroup, x: Tensor) -> bool:
-    """Return true for a tensor that travels as a copy on the host, after `stage_cuda` only."""
+    """Return whether a tensor is sent as a copy on the host, which needs `stage_cuda`."""
     if not x.is_cuda or group.calls.has_cuda:
         return False
     if not this_world().stages_cuda:
         raise ConfigError(
-            f"gloo of group {group.name!r} moves tensors of the host only, not of {x.device}: "
-            "use NCCL, or for ranks on one GPU call bascule.comm.stage_cuda() on every rank"
+            f"gloo group {group.name!r} sends tensors of the host only, not of {x.device}: use "
+            "NCCL, or, if ranks share one GPU, call bascule.comm.stage_cuda() on every rank"
         )
     return True
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, flat; a single element may have any strides."""
+    """Return the bytes of a contiguous tensor, flat; a single element may have any strides."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def table_on(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a table of a plan to a device, usable in training even if made in inference mode."""
+    """Copy a plan's table to a device; training can use it, even if made in inference mode."""
     with torch.inference_mode(False):
         return torch.from_numpy(array).to(device, non_blocking=True)

@@ -4,7 +4,7 @@ An error that leaves `shared` becomes a note in the store of the job, which the 
 each rank, reads once a second. If a rank began a call that the failed rank never began, its wait
 cannot end: its watch closes the connections of gloo, and the wait raises CommError with the note. A
 rank that dies leaves no note: the others sign in the store, and the error names the ranks that do
-not. A rank that lives, but comes late on a busy machine, is signed for by its watch.
+not. If a rank lives, but is late on a busy machine, its watch signs for it.
 """
 
 import atexit
@@ -39,7 +39,7 @@ is_profiled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateI
 
 
 def begin_range(where: str) -> "torch.profiler.record_function":
-    """Return a range "bascule::route" of "step 3: route", begun."""
+    """Begin and return a range of the profiler: "bascule::route" for "step 3: route"."""
     step, _, what = where.rpartition(": ")
     begun = torch.profiler.record_function(f"bascule::{what}", step)
     begun.__enter__()
@@ -83,7 +83,7 @@ class Failure:
 class shared:  # noqa: N801 - called as a function, and a decorator
     """A block or function that all ranks run: an error that leaves it ends the others' waits.
 
-    A collective that is broken off within raises CommError; for torch's profiler it is a range.
+    A collective that is broken off in it raises CommError. torch's profiler shows it as a range.
     """
 
     __slots__ = ("_range", "_where")
@@ -92,7 +92,7 @@ class shared:  # noqa: N801 - called as a function, and a decorator
         self._where = where
 
     def __call__(self, function: F) -> F:
-        """Return the function within such a block, but where it is compiled."""
+        """Return a function that runs in such a block, except in compiled code."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class Calls:
         return (self._first_tag + self.number) & 0x7FFFFFFF
 
     def post(self, where: str, post: Callable[[int], T]) -> T:
-        """Begin a call; return what `post` gives for its tag. CommError if it cannot be posted."""
+        """Begin a call; return the result of `post(tag)`, or raise CommError if it fails."""
         tag = self.begin(where)
         try:
             return post(tag)
@@ -187,8 +187,8 @@ class Calls:
 def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failure | None:
     """Leave a note of an error: ranks that wait for this one end with it.
 
-    An error that all ranks have, as CommError, needs none, but where others may go on (`ends_all`).
-    If a collective of torch was broken off, the reason is noted at the error, and returned.
+    A CommError, which all ranks raise, needs no note, unless others may go on (`ends_all`). If a
+    collective of torch was broken off, the reason is added to the error as a note, and returned.
     """
     if isinstance(error, STOPS_RECOMPUTING) or not dist.is_initialized():
         return None
@@ -260,7 +260,7 @@ class Watch:
         return [calls for parts in list(self.groups.values()) for calls in list(parts.values())]
 
     def fail(self, text: str, thread: int | None, *, is_input: bool = False) -> Failure:
-        """Leave the note of a thread, or of all; without text it is only a sign of life."""
+        """Leave a note on a thread, or on all threads; without text it is only a sign of life."""
         counts = self._begun(thread)
         failed = Failure(self._rank, text, is_input, counts, counts)
         self._failed, self.failed_in = failed, thread
@@ -278,7 +278,7 @@ class Watch:
         self.ask(lambda store: store.delete_key(f"bascule/failed/{self._rank}"))
 
     def broken_off(self, where: str, ranks: Sequence[int]) -> Failure:
-        """End all calls of this rank after one was broken off; return why, or who is missing."""
+        """End all calls of this rank after a call broke off; return why, or the missing ranks."""
         if self.reason is not None:
             return self.reason
         self.end_all(f"{where} was broken off")
@@ -313,7 +313,7 @@ class Watch:
             result = answer.result(0.1 if self._is_silent else ANSWER_S)
         except TimeoutError:
             self._is_silent = True
-            raise RuntimeError(f"the store of the job is silent for {seconds(ANSWER_S)}") from None
+            raise RuntimeError(f"the job's store did not answer in {seconds(ANSWER_S)}") from None
         self._is_silent = False
         return result
 
@@ -354,7 +354,7 @@ class Watch:
         if failed is None or max(self._suspects.values(), default=0) < 3:
             return
         self.reason = failed
-        logger.error("ended what waits in vain: %s", failed.text)
+        logger.error("ended waits that no other rank will meet: %s", failed.text)
         self.end_all(failed.text)
 
     def _end_unlike(self) -> None:
@@ -389,7 +389,7 @@ class Watch:
                     "by each rank's own tokens: let all ranks decide alike, or turn the cache off",
                     None,
                 )
-                logger.error("ended what waits in vain: %s", self.reason.text)
+                logger.error("ended waits that no other rank will meet: %s", self.reason.text)
                 self.end_all(self.reason.text)
                 return
 

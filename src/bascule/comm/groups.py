@@ -33,7 +33,7 @@ _PAUSE_S = 0.1  # longest pause between two looks for the other ranks
 
 
 class Cache(Generic[K, T]):
-    """The `most` values used last, by key; the one unused longest goes."""
+    """A cache of the `most` values used last, by key; it drops the value unused longest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -51,9 +51,9 @@ class Cache(Generic[K, T]):
 
 
 class Staging(threading.local):
-    """Buffers of a group's exchanges, one for each role and thread: copy what must stay.
+    """Buffers of a group's exchanges, one per role and thread; the next exchange overwrites them.
 
-    On the host a fresh buffer costs page faults: an all-to-all of 1.8 MB a rank takes 3.3 ms with
+    On the host a fresh buffer costs page faults: an all-to-all of 1.8 MB per rank takes 3.3 ms with
     fresh buffers and 1.1 ms with used ones. Allocators of other devices keep their memory.
     """
 
@@ -81,7 +81,7 @@ class Staging(threading.local):
 
 
 class Part(Calls):
-    """Calls of a group or a part of it, signatures agreed on, and memory that is used again."""
+    """Calls of a group or a part of it, signatures agreed on, and reused buffers."""
 
     def __init__(
         self, key: str = "", ranks: Sequence[int] = (), name: str = "", backends: str = ""
@@ -93,7 +93,7 @@ class Part(Calls):
         self._agreed: dict[Hashable, None] = {}
 
     def has_agreed(self, signature: Hashable) -> bool:
-        """Look a call's signature up among the last few thousand that all ranks agreed on."""
+        """Return whether a signature is among the last few thousand that all ranks agreed on."""
         return signature in self._agreed
 
     def agree(self, signature: Hashable) -> None:
@@ -104,7 +104,7 @@ class Part(Calls):
 
 
 class World:
-    """Objects of one default process group, where operators of torch find them."""
+    """Objects of one default process group, which operators of torch look up here."""
 
     def __init__(self) -> None:
         self.meshes: dict[str, Any] = {}  # by name
@@ -116,14 +116,14 @@ class World:
         self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
     def add(self, *objects: object) -> int:
-        """Number objects, by which operators find them while they live; return the first number."""
+        """Number objects, so that operators find them while they live; return the first number."""
         first = self._last + 1
         self._last += len(objects)
         self._numbered.update(zip(range(first, self._last + 1), objects, strict=True))
         return first
 
     def find(self, number: int) -> Any:
-        """Return the object of a number; CommError if it is gone."""
+        """Return the object with this number; CommError if it is gone."""
         numbered = self._numbered.get(number)
         if numbered is None:
             raise CommError(
@@ -140,7 +140,7 @@ class World:
         self.meshes[mesh.name] = mesh
 
     def cached(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:
-        """Return the object of a key; make it if there is none, or one that no longer works."""
+        """Return the object of a key; make it if there is none that still works."""
         if key in self._made and not works(self._made[key]):
             del self._made[key]
         if key not in self._made:
@@ -158,10 +158,10 @@ def this_world() -> World:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that make calls together: a process group, or some members of one.
+    """Ranks that communicate with each other: a process group, or some members of one.
 
-    Messages of some members go over the group of all, with tags of their own. The process group is
-    only referred to: gloo's threads abort the process if one outlives its destruction.
+    Some members send messages over the whole process group, with tags of their own. This object
+    has a weak reference to it: gloo's threads abort the process if a group outlives its end.
     """
 
     reference: Callable[[], dist.ProcessGroup | None]  # None once it was destroyed
@@ -204,7 +204,7 @@ class RankGroup:
 
     @cached_property
     def is_whole(self) -> bool:
-        """True for the process group in its own order, which makes its collectives."""
+        """True for the whole process group in its own order, which can use its collectives."""
         return self.has_all and self.places == tuple(range(self.size))
 
     @property
@@ -228,11 +228,11 @@ class RankGroup:
 
 
 def stage_cuda() -> None:
-    """Let groups of gloo take CUDA tensors from here on: as copies on the host, which are slow.
+    """Let gloo groups send CUDA tensors from now on, through slow copies on the host.
 
-    So several ranks can share one GPU, which NCCL refuses. Call it on every rank after
-    `init_process_group("gloo")`, which ends it, too. Exchanges then make the host wait, so CUDA
-    graphs cannot hold them.
+    Several ranks can then share one GPU, which NCCL refuses. Call it on every rank after each
+    `init_process_group("gloo")`. The host waits for these exchanges, so CUDA graphs cannot
+    capture them.
 
     Raises:
         ConfigError: torch.distributed is not initialised.
@@ -241,7 +241,7 @@ def stage_cuda() -> None:
 
 
 def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.ProcessGroup:
-    """Return the process group of a one-axis mesh, a group, or (None) the default group."""
+    """Return the group of a one-axis mesh, the given process group, or for None the default."""
     if mesh_or_group is None:
         if dist.group.WORLD is None:
             raise ConfigError("torch.distributed is not initialised: call init_process_group first")
@@ -286,7 +286,7 @@ def member_of(
 
 
 def device_of(group: RankGroup) -> torch.device:
-    """Return a device whose tensors the group carries: the host, if it carries those."""
+    """Return a device whose tensors the group can send: the host, if possible."""
     carries = dist.get_backend_config(group.process_group)
     if "cpu" in carries:
         return torch.device("cpu")
@@ -298,14 +298,14 @@ def device_for(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
     group: dist.ProcessGroup,
 ) -> torch.device:
-    """Return the device that the user chose, checked; None: the mesh's or back end's."""
+    """Return the user's device, checked; for None, the device of the mesh or back end."""
     if device is not None:
         try:
             chosen = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device={device!r} is not a device of torch: {error}") from None
         if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
+            raise ConfigError(f"device={device!r}, but torch finds no CUDA device: give 'cpu'")
         return chosen
     on_cuda = "nccl" in dist.get_backend(group)
     if isinstance(mesh_or_group, DeviceMesh):
@@ -332,8 +332,8 @@ def new_group(
 ) -> RankGroup:
     """Create a group of global ranks; only they need to call, in the same order for all groups.
 
-    CommError if a rank is late by `timeout_s`, which then limits waits in its collectives. A
-    `backend` of None is the default group's.
+    CommError if a rank comes later than `timeout_s`, which is also the timeout of the group's
+    collectives. `backend` None: the back end of the default group.
     """
     number("timeout_s", timeout_s, 1e-3, 1e7)
     in_order, watch, meetings = sorted(ranks), watch_of_world(), this_world().meetings

@@ -91,7 +91,7 @@ class HeadExchange:
     def start_to_heads(
         self, xs: Sequence[Tensor], where: str, wire: Quantized | None = None
     ) -> Callable[[], Tensor]:
-        """Send tensors at home; the result waits for (B, S, share of all heads, D), new memory."""
+        """Send tensors at home; return a function that waits for (B, S, share of heads, D)."""
         order, dtype = self.order, xs[0].dtype
         if wire is not None:
             xs = list(map(wire.pack, xs))
@@ -125,9 +125,9 @@ class HeadExchange:
     def start_to_tokens(
         self, rows: Tensor, heads: Sequence[int], where: str, wire: Quantized | None = None
     ) -> Callable[[], list[Tensor]]:
-        """Send (B, S, share of all heads, D) back; the result waits for tensors at home.
+        """Send (B, S, share of heads, D) back; return a function that waits for tensors at home.
 
-        `rows` are this rank's heads of all tensors side by side, `heads` the number of each.
+        `rows` has this rank's heads of all tensors side by side; `heads` is how many each has.
         """
         dtype = rows.dtype
         if self.back is not None:

@@ -38,10 +38,10 @@ def mapped(
     change: Callable[[Any], Any],
     is_leaf: Callable[[Any], bool] = lambda nest: isinstance(nest, Tensor),
 ) -> Any:
-    """Return a copy of a nest whose leaves, by default its tensors, are changed.
+    """Return a copy of a nest with `change` applied to its leaves, by default its tensors.
 
-    Nests are dicts, lists, (named) tuples, dataclasses, and distributions of diffusers, which are
-    made from their `parameters`.
+    Nests are dicts, lists, (named) tuples, dataclasses, and distributions of diffusers; the latter
+    are made from their `parameters`.
     """
     if is_leaf(nest):
         return change(nest)
@@ -71,12 +71,12 @@ def leaves_of(nest: Any) -> list[Tensor]:
 
 
 def rebuilt(nest: Any, leaves: Iterator[Tensor]) -> Any:
-    """Return the nest with its tensors replaced by the next ones."""
+    """Return the nest with its tensors replaced by `leaves`, in order."""
     return mapped(nest, lambda _: next(leaves))
 
 
 def joined(nests: Sequence[Any]) -> Any:
-    """Return one nest whose tensors join the tensors of all nests along their first dim."""
+    """Return one nest, each of whose tensors joins the tensors of all nests along dim 0."""
     columns = zip(*map(leaves_of, nests), strict=True)
     return rebuilt(nests[0], iter([torch.cat(column) for column in columns]))
 
@@ -133,7 +133,7 @@ def parcel(sample: object, device: torch.device = HOST) -> Parcel:
 def read(buffer: Tensor) -> Any:
     """Return the sample that `Parcel.write` wrote. Its tensors are views of the uint8 buffer.
 
-    The buffer begins at a multiple of `ALIGNMENT`. All but tensors is copied to the host.
+    The buffer begins at a multiple of `ALIGNMENT`. Values but for tensors are copied to the host.
     """
     reader = _Reader(buffer)
     (length,) = _LENGTH.unpack(reader.bytes(_LENGTH.size, pads=False))
@@ -167,7 +167,7 @@ class _Writer:
         if isinstance(value, dict):
             for key in value:
                 if type(key) is not str:
-                    raise ConfigError(f"{path} has the key {key!r}: keys of samples are strings")
+                    raise ConfigError(f"{path} has the key {key!r}: give keys that are strings")
             items = value.items()
             parts = {k: self.describe(v, f"{path}[{k!r}]", depth + 1) for k, v in items}
             return [_LETTERS[kind], parts]
@@ -318,7 +318,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemMove:
-    """A move of n items, listed alike on all ranks; an item for several ranks is listed often."""
+    """A list of n moved items, the same on all ranks, with an entry per rank that gets an item."""
 
     source: Ranks  # (n,) the rank that has each item
     dest: Ranks  # (n,) the rank that gets each item
@@ -331,7 +331,7 @@ class ItemMove:
 def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Tensor]:
     """Return the bytes of the items that arrive, in the order of the move; one all-to-all.
 
-    `parcels` are what this rank sends; (n,) `num_bytes` must be right where it sends or receives.
+    `parcels` are sent by this rank; (n,) `num_bytes` must be right for items it sends or gets.
     """
     rank, size, device = move.group.rank, move.group.size, move.device
     sends, gets = move.source == rank, move.dest == rank
@@ -367,9 +367,9 @@ def move_items_with_gradients(
 ) -> tuple[list[Any], Tensor]:
     """Move items; their gradients return to the items that were sent, in one all-to-all.
 
-    `items` and `parcels` are what this rank sends. Every rank takes part in the backward if the
-    returned token or an item gets a gradient there. `token`, a scalar that requires a gradient,
-    orders the backward pass: first what uses the returned token, then this move, then what made
+    `items` and `parcels` are what this rank sends. A rank takes part in the backward pass if its
+    returned token or an item there gets a gradient. `token`, a scalar that requires a gradient,
+    orders the backward pass: first users of the returned token, then this move, then the graph of
     `token`.
     """
     leaves = [leaf for item in items for leaf in leaves_of(item)]
@@ -450,7 +450,7 @@ def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]
 
 
 def tied(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Make the backward pass reach these tensors, with zero gradients, after the token's."""
+    """Return the token; its backward pass also reaches these tensors, with zero gradients."""
     for x in tensors:
         token = token + x.reshape(-1)[:0].sum().to(token.dtype)
     return token
@@ -479,14 +479,14 @@ _NUM_PROBES = 4
 
 
 class ExchangeSpeed(NamedTuple):
-    """Seconds of an all-to-all of a few bytes, and of each further byte that a rank sends."""
+    """Seconds that an all-to-all takes for a few bytes, and for each further byte of a rank."""
 
     launch_s: float
     byte_s: float
 
 
 def measure_exchange(group: RankGroup) -> ExchangeSpeed:
-    """Time all-to-alls of a byte and of a mebibyte a rank; rounded, so that runs agree."""
+    """Time all-to-alls of a byte and of a mebibyte per rank; rounded, so that runs agree."""
     share = -(-_PROBE_BYTES // group.size)
     few, many = (_slowest(group, num_bytes) for num_bytes in (1, share))
     return ExchangeSpeed(_power_of_two(few), _power_of_two(many / (share * group.size)))

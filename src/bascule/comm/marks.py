@@ -1,4 +1,4 @@
-"""Lengths of a rank as ranges of torch's profiler, which traces of steps are read by."""
+"""Write a rank's lengths as ranges of torch's profiler, for readers of traces of steps."""
 
 import torch
 
@@ -8,7 +8,7 @@ from bascule.plan.plan import Plan
 
 
 def mark_lengths(origin: Origin, plan: Plan, rank: int) -> None:
-    """Mark, in a running profile, the lengths that a rank computes on, and those it loaded."""
+    """Mark, in a running profile, the lengths that a rank computes on and that it loaded."""
     if not is_profiled():
         return
     bag = int(plan.topology.bag_of_rank[rank])

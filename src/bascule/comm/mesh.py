@@ -57,10 +57,10 @@ class AttentionMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "AttentionMesh":
-        """Return the mesh of a DeviceMesh with axes "ring" and "ulysses", in any order of ranks.
+        """Return the AttentionMesh of a DeviceMesh with axes "ring" and "ulysses".
 
-        One axis may be missing; other axes are replicas. ConfigError: the mesh has none of these
-        axes, or in another order, or this rank is not in it.
+        One axis may be missing; other axes are replicas; ranks may have any order. ConfigError: the
+        mesh has neither axis, or has them in another order, or does not contain this rank.
         """
         if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a mesh is a {type(mesh).__name__}: give a DeviceMesh")
@@ -69,7 +69,7 @@ class AttentionMesh:
         names = mesh.mesh_dim_names or ()
         if not names or tuple(name for name in allowed if name in names) != tuple(names):
             raise ConfigError(
-                f"the mesh has the axes {names}; attention takes ('ring', 'ulysses') in this "
+                f"the mesh has the axes {names}; attention needs ('ring', 'ulysses') in this "
                 "order, or one of them: transpose the tensor of ranks, or choose an axis"
             )
         coordinate = mesh.get_coordinate()
@@ -94,17 +94,17 @@ class AttentionMesh:
 
     @property
     def groups(self) -> tuple[RankGroup | None, RankGroup | None, RankGroup | None]:
-        """Ring, Ulysses ranks, and all ranks."""
+        """The groups of ring ranks, of Ulysses ranks, and of all ranks."""
         return self.ring, self.ulysses, self.whole
 
     @property
     def degrees(self) -> Degrees:
-        """(R, U)."""
+        """Ring degree and Ulysses degree, (R, U)."""
         return (self.ring.size if self.ring else 1, self.ulysses.size if self.ulysses else 1)
 
     @property
     def rank(self) -> int:
-        """This rank among all."""
+        """Index of this rank among all ranks of the mesh."""
         return 0 if self.whole is None else self.whole.rank
 
     @property
@@ -143,7 +143,7 @@ def place_in(mesh: AttentionMesh | DeviceMesh) -> Place:
 
 
 def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
-    """Return the mesh of a DeviceMesh and its groups, made once: equal meshes may have others."""
+    """Return the AttentionMesh of a DeviceMesh, made once for its process groups."""
     if isinstance(mesh, AttentionMesh):
         return mesh
     key, world = (mesh, *map(weakref.ref, mesh.get_all_groups())), this_world()
@@ -176,7 +176,7 @@ def meshes_over(
 ) -> dict[Degrees, AttentionMesh]:
     """Return meshes of other degrees over the ranks of a mesh, and that mesh itself, by (R, U).
 
-    No collective. A rank keeps its number and its tokens. Default: all degrees with as many ranks.
+    No collective. A rank keeps its number and tokens. Default: all degrees for this many ranks.
     """
     made = {mesh.degrees: mesh}
     size = math.prod(mesh.degrees)
@@ -209,7 +209,7 @@ def mesh_over(whole: RankGroup, *, ring: int, ulysses: int) -> AttentionMesh:
 
 @torch.compiler.assume_constant_result
 def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
-    """Return the fields of `Place`: compilers take tuples for constants, not objects."""
+    """Return the fields of `Place`: compilers accept tuples as constants, not objects."""
     # Torch 2.13 traces with a stand-in that lacks most methods.
     ranks = as_attention_mesh(getattr(mesh, "real_obj", mesh))
     return ranks.degrees, ranks.place, ranks.name

@@ -1,4 +1,4 @@
-"""Tensors on the wire at 8 bits a value: half the bytes of bfloat16, at an error that is measured.
+"""Send tensors at 8 bits per value: half the bytes of bfloat16, with an error to be measured.
 
 A row (the D values of one token and head) becomes D codes and its peak, the largest magnitude, in
 float32: D + 4 bytes, as uint8 since not every back end knows float8. Values are off by at most
@@ -28,7 +28,7 @@ _SCORES_AT_ONCE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A format of rows between ranks; ConfigError if there is none of that name."""
+    """An 8-bit format of rows sent between ranks; ConfigError for an unknown name."""
 
     # "int8", evenly spaced codes, or "e4m3", floating-point codes of 3 mantissa bits: less exact
     # unless a row's values are of very different magnitudes
@@ -64,7 +64,7 @@ class Quantized:
         return torch.cat((codes, peak.contiguous()[..., None].view(torch.uint8)), dim=-1)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows (.., D) that `pack` took, in memory of their own."""
+        """Return the rows (.., D) that were given to `pack`, in new memory."""
         if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
             raise ConfigError(
                 f"unpack: got {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
@@ -109,7 +109,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredError:
-    """Deviation and bytes of some tensors that travel at 8 bits."""
+    """Deviation and bytes of some tensors that are sent at 8 bits."""
 
     q: Deviation  # of the queries themselves
     k: Deviation
@@ -123,7 +123,7 @@ class MeasuredError:
 def measure_error(
     q: Tensor, k: Tensor, v: Tensor, quantized: Quantized, *, scale: float | None = None
 ) -> MeasuredError:
-    """Return the error of 8 bits on these tensors, against attention in float64, without sending.
+    """Measure the error of 8 bits on these tensors against float64 attention; nothing is sent.
 
     Queries are (B, H, S, D), keys and values (B, K, S, D); no mask. The default scale is D^-0.5.
     """

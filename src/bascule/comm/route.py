@@ -1,4 +1,4 @@
-"""Rows of tensors between ranks: one all-to-all a direction, bit for bit, as bytes.
+"""Move rows of tensors between ranks: one all-to-all each way, bit for bit, as bytes.
 
 `move` is one operator of torch, in eager code and in recorded programs alike: one node of a graph,
 and one thing that a checkpointing policy can keep. It finds its route by a number, since a graph
@@ -47,7 +47,7 @@ class _Direction:
 
 @dataclass(eq=False)
 class BoundRoute:
-    """A route on a group and a device; operators find it by its number while somebody holds it."""
+    """A route on a group and a device; operators find it by its number while it is referenced."""
 
     made_of: Route | Callable[[], Route]  # the route, or what makes it at its first use
     group: RankGroup
@@ -68,12 +68,12 @@ class BoundRoute:
 
     @cached_property
     def there(self) -> _Direction:
-        """The direction from home."""
+        """Tables of the move away from home."""
         return self._direction(self.names[0], self.route)
 
     @cached_property
     def back(self) -> _Direction:
-        """The direction home."""
+        """Tables of the move back home."""
         route, sum_index = self.route, None
         if self.has_copies:  # copies come back in the order in which they were sent
             route = Route(None, route.send_splits, route.recv_splits, route.recv_index)
@@ -104,18 +104,18 @@ def move(
     back: bool = False,
     wire: Quantized | None = None,
 ) -> list[Tensor]:
-    """Move the rows of tensors along a route; one all-to-all a direction. Differentiable.
+    """Move the rows of tensors along a route, by one all-to-all. Differentiable.
 
-    Each (T, ...) tensor arrives as (S, ...); on the way back each (S, ...) as (T, ...). The
-    gradient is the move the other way. Dtypes, widths, and which tensors want a gradient are the
-    same on all ranks.
+    Each (T, ...) tensor arrives as (S, ...); with `back`, each (S, ...) tensor as (T, ...). The
+    backward pass moves gradients the other way, by one more all-to-all. Dtypes, widths, and which
+    tensors require a gradient must be the same on all ranks.
 
     Args:
         route: Where rows go.
         xs: The tensors.
-        names: Their names with commas between, for `route.check`.
+        names: Names of the tensors, separated by commas, for `route.check`.
         back: Whether rows go home.
-        wire: How rows (T, D) travel; gradients do as they are.
+        wire: 8-bit format in which rows (T, D) are sent; gradients keep their dtype.
 
     Raises:
         ConfigError: `route.check` refuses the tensors. CommError: an exchange failed.

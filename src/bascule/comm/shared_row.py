@@ -1,4 +1,4 @@
-"""A row of sequences whose tokens ranks share, for layers whose heads they share instead.
+"""A row of sequences with tokens split over ranks, for layers that split heads instead.
 
 Shapes: B batch, T tokens of this rank, S tokens of all ranks, H heads of all ranks, N heads of this
 rank, F values.
@@ -36,9 +36,9 @@ class SharedRow:
         return slice(*self._bounds(num_heads)[rank : rank + 2])
 
     def to_heads(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Return some heads of all tokens, (B, S, N, F) each, from (B, T, H, F); one exchange.
+        """Exchange all heads of own tokens (B, T, H, F) for own heads of all tokens (B, S, N, F).
 
-        Differentiable. Padding after this rank's tokens is left out.
+        One exchange; differentiable. Padding after this rank's tokens is left out.
         """
         num_tokens, num_heads = sum(self.seq_lens), xs[0].shape[2]
         if self.group is None:

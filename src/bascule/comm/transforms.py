@@ -1,4 +1,4 @@
-"""Refusals of transforms of torch: only gradients of reverse mode pass through exchanges."""
+"""Refuse transforms of torch: only reverse-mode gradients pass through exchanges."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 from bascule.errors import ConfigError
 
 NO_SECOND = (
-    "attention, sums and samples over ranks have no second derivative: compute what is derived "
-    "twice in one process, or without create_graph"
+    "attention, sums and samples over ranks have no second derivative: leave out create_graph, or "
+    "compute what needs one in one process"
 )
 _REFUSED = {
     TransformType.Vmap: "under torch.vmap: give the batch as a dim of the tensors",
@@ -35,7 +35,7 @@ _REFUSED = {
 
 
 def refuse_second(grad: Tensor) -> None:
-    """Refuse to make a graph of a gradient: torch does not see what the forward saved."""
+    """Refuse a graph of a gradient: torch does not see the tensors that the forward saved."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_fake(grad):
         raise ConfigError(NO_SECOND)
 
@@ -52,7 +52,7 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
 
 
 def refuse_transforms(what: str, *tensors: Any) -> None:
-    """Refuse derivatives, and tracing and functionalize, whose programs would lose an exchange."""
+    """Refuse these, and tracing and functionalize, whose programs would lose an exchange."""
     refuse_derivatives(what, *tensors)
     if torch.compiler.is_compiling():
         return
@@ -71,7 +71,7 @@ def refuse_transforms(what: str, *tensors: Any) -> None:
 
 
 def wants_gradients(xs: Sequence[object]) -> list[bool]:
-    """Return, for each tensor, whether it wants a gradient."""
+    """Return for each tensor whether it requires a gradient here."""
     has_grad = torch.is_grad_enabled()
     return [has_grad and isinstance(x, Tensor) and x.requires_grad for x in xs]
 

@@ -21,15 +21,15 @@ _SHOWN = 200  # characters shown of an object
 
 
 def values_digest(module: nn.Module) -> str:
-    """Digest names and values of parameters and buffers in memory; wait once for a device."""
+    """Digest names and values of parameters and buffers in memory; wait once per device."""
     tensors = in_memory(module)
     return _digest(f"{list(tensors)} {contents_of([*tensors.values()])}".encode())
 
 
 def in_memory(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, but none that diffusers' offloading keeps on a disk.
+    """Return parameters and buffers by name, without tensors that diffusers offloads to a disk.
 
-    In place of these the module has memory that nobody wrote.
+    The module has uninitialised memory in their place.
     """
     hooks = (getattr(part, "_diffusers_hook", None) for part in module.modules())
     groups = (getattr(hook, "hooks", {}).get("group_offloading") for hook in hooks)
@@ -40,7 +40,7 @@ def in_memory(module: nn.Module) -> dict[str, Tensor]:
 
 
 def contents_of(tensors: Sequence[Tensor]) -> str:
-    """Describe tensors by shapes and a digest of values; equal tensors get the same on all ranks.
+    """Describe tensors by shapes and a digest of values; equal tensors give equal texts.
 
     The digest leaves out FSDP's shards, which differ between ranks, and meta tensors.
     """
@@ -63,8 +63,8 @@ def contents_of(tensors: Sequence[Tensor]) -> str:
 def described(value: Any, around: tuple[int, ...] = ()) -> str:
     """Describe any value by its contents: tensors, arrays, pictures, nested containers, objects.
 
-    Objects are read as for a pickle. What has none, as a function or an open file, is described by
-    its name or class; a generator of torch by its device, as its state is shared.
+    Objects are read as pickle reads them. A value that has no pickle, such as a function or an open
+    file, is described by its name or class, and a generator of torch by its device.
     """
     if isinstance(value, np.generic):
         value = value.tolist()

@@ -1,4 +1,4 @@
-"""Data loading that gives every rank the same work: samples move, or indices are dealt."""
+"""Data loading that gives every rank the same work, by moving samples or dealing indices."""
 
 from bascule.data.cost_tracker import CostTracker as CostTracker
 from bascule.data.loader import BalancedLoader as BalancedLoader

@@ -45,8 +45,8 @@ class CostTracker:
 
     After a warm-up, all ranks gather their times in one small collective, fit a `PolynomialCost`,
     and set it in the loader. From then on they compare predictions with times, a window at a time,
-    and fit anew where they drift. Every rank constructs it, with the same settings, and iterates
-    alike.
+    and fit again if these drift apart. Every rank constructs it with the same settings, and takes
+    the same number of batches.
 
     On a CPU, the CPU time of the training thread counts, without waits. On a GPU, events measure
     the time between two batches, with the wait for the slowest rank, as the fit expects.
@@ -55,14 +55,14 @@ class CostTracker:
         loader: The loader.
         warmup: Measurements before the first fit; of microbatches with sync "microbatch", else of
             steps.
-        discard: First measurements that are left out: they compile and allocate.
-        window: Measurements between two looks at the drift.
-        max_drift: Median relative error of the prediction above which a window is fitted.
+        discard: Number of first measurements to leave out: these steps compile and allocate.
+        window: Measurements between two checks of the drift.
+        max_drift: If a window's median relative error is above this, the model is fitted again.
         device: Device of the compute. Default: a GPU if there is one.
         timeout_s: Longest wait for the times of other ranks.
 
     Raises:
-        CommError: The ranks have unlike settings.
+        CommError: The settings differ between ranks.
 
     Example:
         >>> for batch in CostTracker(loader):  # doctest: +SKIP
@@ -127,7 +127,7 @@ class CostTracker:
         return {"version": STATE_VERSION, "cost": coefficients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Plan with a cost model that was fitted before, without a new warm-up, on all ranks."""
+        """Use a cost model that was fitted before, on all ranks, without a new warm-up."""
         try:
             version = state["version"]
             coefficients = state["cost"] if version == STATE_VERSION else None

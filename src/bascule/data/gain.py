@@ -13,8 +13,8 @@ _FEWEST_STEPS = 20  # timed steps before a line is fitted
 class Gain:
     """Sums over the steps of a run, from which it estimates the gain.
 
-    Only balanced steps are measured. Least squares fit their seconds to a line over their predicted
-    work, which is read at the work before balancing. The cost of balancing is not in the result.
+    Only balanced steps are measured. Least squares fit a line to their seconds over predicted work;
+    its value at the work before balancing is the time without. The cost of balancing is left out.
     """
 
     _work: Floats = field(default_factory=lambda: np.zeros(3))  # before, after, mean of ranks
@@ -34,7 +34,7 @@ class Gain:
         self._last = None
 
     def metrics(self) -> dict[str, float]:
-        """Return imbalance (max/mean), predicted gain and, from step 20 on, a fit and its error."""
+        """Return imbalance (max/mean), predicted gain; from step 20 on, fitted gain and error."""
         before, after, mean = self._work.tolist()
         if min(before, after, mean) <= 0.0:
             return {}

@@ -1,4 +1,4 @@
-"""A data loader that gives every rank the same work: samples change ranks behind the compute."""
+"""A data loader that gives every rank the same work: samples move while the model computes."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,9 +100,9 @@ class Progress:
         return dataclasses.replace(self, step=step + 1, counts=sums, saved=saved)
 
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
-        """Return the progress as plain values; the samples' `ResumableSampler`s have this `deal`.
+        """Return the progress as plain values, with the `deal` of the `ResumableSampler`s.
 
-        It has the states of all loaders, and how many samples of each were delivered since.
+        It has each loader's state, and how many of the loader's samples were delivered since.
         """
         pairs = zip(self.counts or (0,) * len(self.saved), self.saved, strict=False)
         saved = [(state_of(state), num - first) for num, (first, state) in pairs]
@@ -132,7 +132,7 @@ class Progress:
             )
         if its_deal != tuple(deal):
             raise ConfigError(
-                f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, the state "
+                f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, the state has "
                 f"{its_deal} (zeros: no ResumableSampler): give the same, or samples would be lost"
             )
         return cls(epoch, step, tuple(history), saved=saved)
@@ -151,23 +151,23 @@ class LoaderOptions:
     """Options of a BalancedLoader, where the defaults do not fit.
 
     Attributes:
-        axis: Data-parallel axis of a mesh with several. Ranks along other axes (tensor, pipeline)
-            get the same batches; the first of them loads.
+        axis: The mesh's data-parallel axis. Ranks along its other axes (tensor, pipeline) get the
+            same batches; the first of them loads.
         batch_size: Samples of a microbatch, where the loader gives samples one by one.
         unpack: Splits an item of the loader into samples, for ready-made packs (see
             `packs.unpack`). Lists of items then stay microbatches.
-        weight_fn: Whole-number weight of a sample in the global mean, for `loss_scale`, such as its
-            labels. Default: 1.
+        weight_fn: Returns a sample's whole-number weight in the global mean, for `loss_scale`, such
+            as its number of labels. Default: 1.
         limits: Hard limits of a microbatch on a rank.
-        ends: "drop_last" ends the epoch where the first rank cannot fill a step; "pad_empty" and
-            "finish" where all have run out. An empty microbatch stays so with "finish"; else it
-            holds a copy of the step's shortest sample, if there is one, with a loss_scale of 0.
-        min_gain: Least share of the predicted step for which samples move.
+        ends: "drop_last" ends the epoch when a rank cannot fill a step; "pad_empty" and "finish"
+            when all ranks have run out. "finish" leaves a microbatch empty; the others fill it with
+            a copy of the step's shortest sample, if there is one, and a loss_scale of 0.
+        min_gain: Samples move only if that saves at least this share of the predicted step.
         bytes_per_s: Bandwidth of a rank, weighed against costs in seconds. None: measured once.
         prefetch: Steps made ahead.
         collate_fn: Makes a microbatch of samples; an empty one has None as data. Default: the
             DataLoader's, or `default_collate`.
-        timeout_s: Longest wait for other ranks, their loaders included; the same on all.
+        timeout_s: Longest wait for other ranks and their loaders; the same on all ranks.
     """
 
     axis: str | None = None
@@ -325,8 +325,8 @@ class _Sources(NamedTuple):
                 )
             if tuple(other) != deal:
                 raise ConfigError(
-                    f"the ResumableSamplers of data-parallel ranks {places[0]} and {place} have "
-                    f"(num_samples, shuffle, seed) = {deal} and {tuple(other)}: give them the same"
+                    f"ResumableSamplers of ranks {places[0]}, {place} have (num_samples, shuffle, "
+                    f"seed) = {deal} and {tuple(other)}: give the same, or samples would be lost"
                 )
         if numbers.min() < 0:
             return cls(places, None, deal)
@@ -339,17 +339,17 @@ class BalancedLoader:
     """Loader that balances the samples of any loader over data-parallel ranks, some steps ahead.
 
     A thread gathers what all ranks loaded, plans, moves samples in one all-to-all of bytes, and
-    collates. Each sample is delivered once. Its rank depends on samples, cost model and step alone.
+    collates. Each sample is delivered once; its rank depends on samples, cost model and step alone.
 
-    Every rank constructs it with the same settings, and iterates alike. Loaders are made, and
-    iterations begun, in one thread, in the same order. The loader's thread ends with the iteration,
-    `close`, `with`, or the interpreter.
+    Every rank constructs it with the same settings, and iterates alike. All ranks make loaders and
+    begin iterations in the same order, in one thread each. The loader's thread ends with the
+    iteration, `close`, `with`, or the interpreter.
 
-    When a rank leaves an iteration, the others notice within about a second. They may go on to
-    where it left, and then raise a CommError that names it; at once, and with its error, if an
-    error left a `with` of the loader. An iteration counts as left when nothing refers to it any
-    more; within a `with`, at its end. One that a variable or a traceback keeps counts as paused
-    until `close`.
+    When a rank leaves an iteration, the others notice within about a second. They may go on to the
+    step where it left, and then raise a CommError that names it. If an error leaves a `with` of the
+    loader, they raise at once, with that error. An iteration counts as left when nothing refers to
+    it any more, or at the end of its `with`. While a variable or a traceback refers to it, it
+    counts as paused until `close`.
 
     Args:
         loader: This rank's samples: a DataLoader (its collate_fn is called after samples moved),
@@ -358,7 +358,7 @@ class BalancedLoader:
             tuple of CPU tensors, arrays and plain values.
         cost: Predicts the cost of a sample by its tokens; in seconds if it is a PolynomialCost, or
             a TransformerCost with `seconds_per_unit`.
-        length_fn: Tokens of a sample. Default: those of its "input_ids".
+        length_fn: Counts the tokens of a sample. Default: the length of its "input_ids".
         mesh_or_group: Data-parallel ranks: a DeviceMesh with one axis, a process group, or None for
             all. With `LoaderOptions.axis`, a mesh with several axes.
         accumulate: Microbatches of an optimiser step; planned together, exchanged at once. Default:
@@ -369,7 +369,7 @@ class BalancedLoader:
             they come in. No rank gets more tokens than that (but see `LoaderOptions.limits`).
 
     Raises:
-        CommError: The ranks disagree on an argument, or one is missing.
+        CommError: The ranks disagree on an argument, or a rank is missing.
 
     Example:
         >>> for batch in BalancedLoader(loader, cost=cost, length_fn=len):  # doctest: +SKIP
@@ -486,7 +486,7 @@ class BalancedLoader:
     def __len__(self) -> int:
         """Return the number of microbatches of an epoch; TypeError if a rank does not know it."""
         if self._sources.num_microbatches is None:
-            raise TypeError("the number of microbatches is known only when they were loaded")
+            raise TypeError("a rank does not know its number of microbatches: iterate to the end")
         return self._sources.num_microbatches
 
     def __enter__(self) -> "BalancedLoader":
@@ -525,7 +525,7 @@ class BalancedLoader:
 
     @shared("set_epoch")
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next iteration, on all ranks; a loaded state of it stays."""
+        """Begin this epoch with the next iteration, on all ranks; its loaded state is kept."""
         epoch = whole("epoch", epoch)
         if epoch != self._first.epoch:
             self._first = Progress(epoch=epoch)
@@ -554,7 +554,7 @@ class BalancedLoader:
 
     @shared("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a state; on another number of ranks, with a `ResumableSampler`."""
+        """Resume from a state; another number of ranks needs a `ResumableSampler`."""
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: call loader.close() first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)

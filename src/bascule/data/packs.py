@@ -43,14 +43,14 @@ _MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32, as attention kernels take it
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Size and padding of packs, and their fields with one row a token.
+    """Size and padding of packs, and their fields with one row per token.
 
     Attributes:
         tokens: Most tokens of a pack.
         fixed: True pads every pack to exactly `tokens`; the padding is a last segment of its own.
         pad_id: Token in the padding.
         ignore_index: Label that adds nothing to the loss.
-        token_fields: Fields with one row a token. The first that a sample has gives its length.
+        token_fields: Fields with one row per token. The first that a sample has gives its length.
     """
 
     tokens: int
@@ -98,13 +98,13 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
         * ``labels``: the first of each sample is ignored, for models that shift by themselves.
         * ``shift_labels``: label t is label t + 1 of the same sample, the last is ignored.
         * ``num_samples``, ``cu_items`` (field to (n + 1,) int64 bounds of the samples' rows),
-          ``first_labels`` (that ``labels`` lost) and ``gaps`` (samples without a field): for
+          ``first_labels`` (which ``labels`` lost) and ``gaps`` (samples without a field): for
           `unpack`.
 
     Raises:
-        ConfigError: More tokens than the budget; token fields of unlike lengths; a field whose
-            dtype, shape or kind differs between samples, that some lack and that has no neutral
-            value, or that is named like one of those above.
+        ConfigError: More tokens than the budget; token fields of different lengths; a field whose
+            dtype, shape or kind differs between samples; a field without a neutral value that some
+            samples lack; or a field with one of the names above.
     """
     samples = mappings(samples)
     lens = token_lengths(samples, pack.token_fields)
@@ -153,9 +153,9 @@ def unpack(pack: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     A pack of `make_pack` is restored bit for bit. A foreign pack, of tensors, arrays or lists by
     name, needs ``cu_seqlens``; each segment is a sample. `TOKEN_FIELDS` and other fields with T
-    rows are split like the tokens; a field with n rows has one row a sample: 0-dim of a 1-dim
-    tensor, else dim 0 stays. An entry ``cu_items`` has the (n + 1,) bounds of the samples' rows of
-    other fields, by name. Fields that are None are left out.
+    rows are split like the tokens. A field with n rows has one row per sample: a 1-dim tensor gives
+    0-dim values, others keep dim 0. For other fields, ``cu_items`` maps their names to the (n + 1,)
+    bounds of the samples' rows. Fields that are None are left out.
 
     Raises:
         ConfigError: No valid ``cu_seqlens``, or a field whose rows belong to no sample.
@@ -184,7 +184,7 @@ def unpack(pack: Mapping[str, Any]) -> list[dict[str, Any]]:
             parts = _attribute(name, value, bounds)
         if len(parts) != num_samples:
             raise ConfigError(
-                f"cu_items[{name!r}] is for {len(parts)} samples: give {num_samples + 1} numbers"
+                f"cu_items[{name!r}] is for {len(parts)} samples: give {num_samples + 1} bounds"
             )
         lacking, nones = (frozenset(gap) for gap in gaps.get(name, ((), ())))
         for i, part in enumerate(parts):
@@ -219,13 +219,13 @@ def _gap(name: str, samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[i
 def _refuse_made(names: Sequence[str]) -> None:
     for name in names:
         if name in MADE:
-            raise ConfigError(f"{name} is a name of make_pack: drop or rename the field")
+            raise ConfigError(f"{name} is a field that make_pack adds: drop or rename yours")
 
 
 def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
     """Check cumulative counts, and return them as a list."""
     if numbers is None:
-        raise ConfigError(f"the pack has no {what}, which says where its samples begin and end")
+        raise ConfigError(f"the pack has no {what}: add the bounds of its samples under this name")
     try:
         values = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
     except (TypeError, ValueError, RuntimeError):
@@ -278,7 +278,7 @@ def _rows(name: str, value: Any) -> int:
     if isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
         return len(value)
     raise ConfigError(
-        f"{name} is one {type(value).__name__} for the whole pack: drop it, or list one a sample"
+        f"{name} is one {type(value).__name__} for the whole pack: drop it, or list one per sample"
     )
 
 
@@ -288,7 +288,7 @@ def _rows(name: str, value: Any) -> int:
 def collate_padded(
     samples: Iterable[Sample], *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
 ) -> dict[str, Any]:
-    """Return the right-padded batch that Qwen-VL, InternVL and other models of transformers take.
+    """Return the right-padded batch that Qwen-VL, InternVL and other models of transformers need.
 
     Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0, 0-dim
     tensors are stacked to (B,) and plain values become lists of B. Fields that are None everywhere,
@@ -301,15 +301,15 @@ def collate_padded(
         samples: Tensors and plain values by name; an empty list gives a batch of shape (0, 0).
         pad_id: Token in the padding.
         ignore_index: Label in the padding, which adds nothing to the loss.
-        multiple_of: L is the next multiple of it.
+        multiple_of: L is rounded up to a multiple of this.
 
     Returns:
         The fields of the samples, and ``attention_mask`` (1 token, 0 padding) if they have none.
 
     Raises:
-        ConfigError: Token fields of unlike lengths; a field whose dtype, shape or kind differs
-            between samples, or that some lack and that has no neutral value; a visual field that
-            is no tensor.
+        ConfigError: Token fields of different lengths; a field whose dtype, shape or kind differs
+            between samples; a field without a neutral value that some samples lack; a visual field
+            that is not a tensor.
     """
     whole("pad_id", pad_id)
     whole("ignore_index", ignore_index, -MAX_WHOLE)
@@ -422,7 +422,7 @@ def padding(name: str, like: Tensor, num_rows: int, pad_id: int, ignore_index: i
 
 
 def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
-    """Join a field that has no row a token; return also its rows a sample, None if it has none."""
+    """Join a field without token rows; return also its rows per sample, None if it has none."""
     if not any(isinstance(sample.get(name), Tensor) for sample in samples):
         return [sample.get(name) for sample in samples], None
     tensors = _tensors(name, samples)
@@ -432,7 +432,7 @@ def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
     if len(tensors) < len(samples):
         # Stacked without it, the values would belong to the wrong samples.
         i = min(set(range(len(samples))) - tensors.keys())
-        raise ConfigError(f"sample {i} lacks {name}, a number in others: give it to all or none")
+        raise ConfigError(f"sample {i} lacks the number {name} of others: give it to all or none")
     return torch.stack(list(tensors.values())), None
 
 
@@ -456,7 +456,7 @@ def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
             for i in first_with.values()
         ]
         raise ConfigError(
-            f"{name} is {unlike[0]} and {unlike[1]}; give the same dtype, and shape behind dim 0"
+            f"{name} is {unlike[0]} and {unlike[1]}; give one dtype, and one shape after dim 0"
         )
     return tensors
 

@@ -86,7 +86,7 @@ class Lease:
 
 
 class Pool:
-    """The groups of some global ranks that loaders share. All of these ranks construct it."""
+    """Process groups of some global ranks, which loaders share. All these ranks construct it."""
 
     def __init__(self, members: Sequence[int], timeout_s: float) -> None:
         # The training thread constructs loaders and borrows in this group.
@@ -164,7 +164,7 @@ class Prefetcher:
             return taken, waited
 
     def hand_out(self, position: Position) -> None:
-        """Note the microbatch that is used next; raise as `take`, or if a rank left before it."""
+        """Note which microbatch is used next; raise as `take`, or if a rank left before it."""
         with self._changed:
             self._check_open()
             if self._left is not None and position > self._left.after and self._error is not None:

@@ -25,7 +25,7 @@ History = Sequence[Sequence[int]]
 
 
 class ResumableSampler(Sampler[int]):
-    """Sampler of a dataset, or of what earlier runs left of it, for any number of ranks.
+    """Sampler of a dataset, or of the samples that earlier runs left, for any number of ranks.
 
     The order of an epoch depends on seed and epoch alone; rank r of N takes every N-th index from
     the r-th on. Nothing is padded or dropped: `BalancedLoader` handles the end.
@@ -78,13 +78,13 @@ class ResumableSampler(Sampler[int]):
 def too_many(num_delivered: int, num_samples: int) -> ConfigError:
     """Return the error for a state with more samples than there are."""
     return ConfigError(
-        f"{num_delivered} samples were delivered when the state was saved, and there are "
+        f"{num_delivered} samples were delivered when the state was saved, but there are "
         f"{num_samples}: resume with the samples that the state was saved with"
     )
 
 
 def accumulation_of_accelerate() -> int:
-    """Return over how many batches accelerate accumulates, 1 where it is not used."""
+    """Return how many batches accelerate accumulates gradients over; 1 without accelerate."""
     module = sys.modules.get("accelerate.state")
     state = None if module is None else module.GradientState()
     return state.num_steps if state is not None and state.sync_with_dataloader else 1
@@ -104,14 +104,14 @@ class SamplerOptions:
             "step" (DDP under `no_sync`).
         limits: Hard limits of a batch. A step that cannot keep them is a PlanError on all ranks.
         even_counts: All batches of a full step have exactly `batch_size` samples. False: at least
-            one, `batch_size` in the mean; work is more even, but every step needs `loss_scale`.
-        padded: Batches are padded to their longest sample. Samples of like lengths then share a
+            one, `batch_size` on average; work is more even, but every step needs `loss_scale`.
+        padded: Batches are padded to their longest sample. Samples of similar lengths then share a
             batch; `even_counts=False` saves most.
-        weights: Weight of each sample in the global mean, for `loss_scale`, such as its labels.
-            None: 1.
+        weights: Weight of each sample in the global mean, for `loss_scale`, such as its number of
+            labels. None: 1.
         shards: The shard (file) of each sample. Samples of shard s stay on rank s % num_ranks where
             that costs the step nothing.
-        tolerance: Gap to the lower bound of a step at which the search for a better deal stops.
+        tolerance: The search for a better deal of a step stops at this gap to the lower bound.
     """
 
     shuffle: bool = True
@@ -155,17 +155,17 @@ class BalancedSampler(Sampler[list[int]]):
     microbatches by predicted cost. All ranks compute the same deal of a step; nothing is
     communicated.
 
-    Every epoch has each sample once, and all ranks have as many batches, a multiple of
-    `accumulate`, none of them empty. The rest at the end makes a shorter step; where it is too
-    small for one, it and the step before are cut in half. Where batches differ in size (short
-    steps, `even_counts=False`), multiply the loss by `loss_scale`.
+    Every epoch has each sample once. All ranks have the same number of batches, a multiple of
+    `accumulate`; none is empty. The last samples make a shorter step; if they are too few, they and
+    the step before are split into two equal steps. If batches differ in size (short steps,
+    `even_counts=False`), multiply the loss by `loss_scale`.
 
     Args:
         lengths: Tokens of each sample: integers from 0.
-        cost: Costs of samples of so many tokens; called once, for all lengths.
-        batch_size: Samples of a batch, per rank and microbatch; in the mean without `even_counts`.
-        num_ranks: Data-parallel ranks. Default: of torch.distributed if it is initialised, else 1.
-        rank: This rank; set with num_ranks, or not.
+        cost: Predicts costs of samples from their tokens; called once, for all lengths.
+        batch_size: Samples of a batch of a rank and microbatch; an average without `even_counts`.
+        num_ranks: Data-parallel ranks. Default: all of an initialised torch.distributed, else 1.
+        rank: This rank; give both num_ranks and rank, or neither.
         seed: Seed of the order.
         accumulate: Microbatches of an optimiser step. Default: an Accelerator's, else 1.
 
@@ -251,7 +251,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self._batches(self._run)
 
     def deal(self, step: int) -> Deal:
-        """Return the deal of a step of the next iteration to all ranks. O(samples of the epoch)."""
+        """Return the samples of all ranks in a step of the next iteration, in O(epoch)."""
         left = self._lengths.size - self._start
         step = whole("step", step, 0, self._shape.num_steps(left) - 1)
         first = self._start + self._shape.samples_in(left, step)
@@ -261,9 +261,9 @@ class BalancedSampler(Sampler[list[int]]):
     def loss_scale(self, number: int) -> float:
         """Return the factor of the mean loss of a batch, by its number since the iteration began.
 
-        With it, the division by `accumulate` and the mean of gradients over ranks, the gradient of
-        a step is that of the mean over all its samples: weight of the batch * num_ranks *
-        accumulate / weight of the step.
+        It is weight of the batch * num_ranks * accumulate / weight of the step. If losses are also
+        divided by `accumulate`, and gradients averaged over ranks, a step has the gradient of the
+        mean loss of all its samples.
         """
         scales = array("d") if self._run is None else self._run.scales
         place = whole("number of the batch", number)
@@ -291,7 +291,7 @@ class BalancedSampler(Sampler[list[int]]):
         return {**self._identity(), "epoch": self._epoch, "delivered": delivered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the last step of a state; ranks, batch size and accumulation may differ."""
+        """Resume after a state's last step; ranks, batch size and accumulation may differ."""
         of_type("the state of a BalancedSampler", state, Mapping, "what state_dict() gave")
         if sorted(map(str, state)) != sorted(_STATE):
             raise ConfigError(
@@ -301,7 +301,7 @@ class BalancedSampler(Sampler[list[int]]):
         for name, value in self._identity().items():
             if state[name] != value:
                 raise ConfigError(
-                    f"the state has {name}={shown(state[name])}, and this sampler {value}: samples "
+                    f"the state has {name}={shown(state[name])}, this sampler has {value}: samples "
                     "would be lost or repeated; use the dataset and settings of the state"
                 )
         epoch = whole("epoch of the state", state["epoch"])
@@ -354,7 +354,7 @@ class BalancedSampler(Sampler[list[int]]):
         try:
             deal = deal_step(self._costs[samples], self._lengths[samples], self._rules, home)
         except PlanError as error:
-            raise PlanError(f"epoch {self._epoch}, step {step} of the rest: {error}") from None
+            raise PlanError(f"epoch {self._epoch}, step {step} from resume: {error}") from None
         samples.flags.writeable = False
         return replace(deal, samples=samples)
 

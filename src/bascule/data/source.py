@@ -78,7 +78,7 @@ class Microbatches:
 
 
 def words_of(state: Any) -> Ints:
-    """Return the state of a loader as integers to exchange; none for None."""
+    """Return the state of a loader as integers to exchange; no integers for None."""
     if state is None:
         return np.zeros(0, np.int64)
     local = parcel(state)
@@ -88,7 +88,7 @@ def words_of(state: Any) -> Ints:
 
 
 def state_of(words: Ints) -> Any:
-    """Return the state that `words_of` wrote, in new tensors: torch's generators take no views."""
+    """Return the state that `words_of` wrote, in new tensors: torch's generators refuse views."""
     if not words.size:
         return None
     return mapped(read(torch.from_numpy(words.copy()).view(torch.uint8)), torch.clone)
@@ -113,7 +113,7 @@ class Uncollated:
 
 
 class Source:
-    """The microbatches of one rank's loader; None on a rank that only computes.
+    """One rank's loader, read in microbatches; the loader is None on a rank that only computes.
 
     Without `grouping`, the loader must give lists, unless it gives ready-made packs (`has_packs`).
     """
@@ -177,7 +177,7 @@ class Source:
         others = [len(counts) for counts in history if len(counts) != num_sources]
         if others:
             raise ConfigError(
-                f"a run with {others[0]} loaders stopped in mid-epoch, and this one has "
+                f"a run with {others[0]} loaders stopped in mid-epoch, and this run has "
                 f"{num_sources}: give the DataLoader a ResumableSampler"
             )
         skip = sum(counts[index] for counts in history)
@@ -263,7 +263,7 @@ class Reading:
         self._items = iter(())
 
     def saved(self) -> Saved:
-        """Return the loader's state before the next sample, or one from before earlier samples."""
+        """Return the loader's state before the next sample, or before an earlier sample."""
         first, state = self._newest
         try:
             return first, words_of(state)

@@ -46,16 +46,16 @@ class Batch:
 
     Attributes:
         data: The samples as `collate_fn` put them together.
-        loss_scale: Factor of this microbatch's mean loss, 0 for padding. With it, the division by
-            the number of microbatches, and gradients averaged over ranks, the step's gradient is
-            that of the mean over all its samples.
+        loss_scale: Factor of this microbatch's mean loss, 0 for padding. If losses are also divided
+            by the number of microbatches, and gradients averaged over ranks, the step has the
+            gradient of the mean loss of all its samples.
         epoch: From 0.
         step: Optimiser step of the epoch, from 0.
-        microbatch: Of the step, from 0.
+        microbatch: Number of the microbatch in the step, from 0.
         num_samples: Samples of this rank, without padding.
         is_padding: True if it holds only a copy of another rank's sample.
         plan: Who computes what in this microbatch.
-        verdict: The reason for which samples moved in this step, or stayed.
+        verdict: Why samples moved in this step, or stayed.
     """
 
     data: Any
@@ -73,8 +73,8 @@ class Batch:
     def restore(self, values: Tensor) -> Tensor:
         """Bring per-sample results back to the ranks that loaded the samples; differentiable.
 
-        `values` (n, ...) are of this microbatch's samples, padding included; the result (m, ...) of
-        those that this rank loaded. All ranks call it. One all-to-all, none if no sample moved.
+        `values` has n rows, one per sample of this microbatch, padding included; the result has m
+        rows, one per sample that this rank loaded. All ranks call it. One all-to-all if any moved.
         """
         num_rows = self.num_samples + self.is_padding
         of_type("values to restore", values, Tensor, "a tensor with one row a sample")
@@ -109,8 +109,8 @@ def num_input_ids(sample: Sample) -> int:
         ) from None
     if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
         raise ConfigError(
-            f'"input_ids" of {length} rows, not one row of tokens: give input_ids[0] of a batch of '
-            "one, LoaderOptions(unpack=..) for collated batches, or BalancedLoader a length_fn"
+            f'"input_ids" of {length} rows, not of one sample: use input_ids[0] of a batch of one, '
+            "LoaderOptions(unpack=..) for collated batches, or give BalancedLoader a length_fn"
         )
     return length
 
@@ -158,7 +158,7 @@ CLOSING = Load(_CLOSING)  # of a rank that wants no further step
 def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) -> Load:
     """Read this rank's samples of a step, if it `loads`; an error becomes part of the result.
 
-    Samples that are None are left out: None usually stands for what could not be read.
+    Samples that are None are left out: None usually stands for a sample that cannot be read.
     """
     flags, samples, num_items, num_missing = 0, list[list[Sample]](), list[int](), 0
     lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), "state of the loader"
@@ -194,7 +194,7 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
 
 
 def named(error: BaseException, place: str) -> Exception:
-    """Return the error with its place, in one line since it travels to all ranks."""
+    """Return the error with its place, on one line, since it is sent to all ranks."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} .. {lines[-1]}"
     if isinstance(error, ConfigError | PlanError):
@@ -275,7 +275,7 @@ class Deliveries:
 
     @classmethod
     def of(cls, offer: Offer, rank_of: Ints, ranks: DataRanks, *, pad: bool) -> "Deliveries":
-        """Give each sample to its data-parallel rank (n,); with `pad`, one to idle ranks too."""
+        """Deliver samples to their data-parallel ranks (n,); with `pad`, one to each idle rank."""
         ids, micro = np.arange(rank_of.size), offer.micro
         if pad and ids.size:
             idle = np.flatnonzero(offer.sums(rank_of, np.ones_like(rank_of)) == 0)
@@ -303,7 +303,7 @@ class Deliveries:
         return self.source != self.dest
 
     def share(self, offer: Offer, rank: int, micro: int) -> tuple[Ints, bool, float]:
-        """Return a rank's rows in a microbatch, True if they are padding, and the loss's scale."""
+        """Return a rank's rows in a microbatch, whether they are padding, and the loss scale."""
         num_micro, num_ranks = offer.counts.shape
         rows = np.flatnonzero((self.dest == rank) & (self.micro == micro))
         is_padding, total = bool(self.is_padding[rows].any()), int(offer.weights.sum())
@@ -322,7 +322,7 @@ class Decision:
 
 
 def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
-    """Give each rank a sample that counts, if limits and number allow: else it has no mean."""
+    """Give each rank a sample of nonzero weight for its mean, if limits and counts allow."""
     num_ranks, counted = plan.num_ranks, weights > 0
     if np.count_nonzero(counted) < num_ranks:
         counted = np.ones_like(counted)
@@ -349,7 +349,7 @@ def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyStep:
-    """A step as the training takes it on this rank: one batch for each microbatch."""
+    """A finished step of this rank: one batch for each microbatch."""
 
     batches: list[Batch]
     num_items: Ints  # (M, D) of the loaders
@@ -361,7 +361,7 @@ class ReadyStep:
 
 
 class ClosedError(CommError):
-    """Ranks want no further step. The same on all ranks, after an agreement."""
+    """Some ranks want no further step; after an agreement, all ranks raise this."""
 
     def __init__(self, step: int, text: str) -> None:
         super().__init__(f"step {step}: {text}")
@@ -383,15 +383,15 @@ class Redistributor:
         self._version, self._next_saved = len(self.terms) - 1, 0
 
     def set_cost(self, cost: Cost, speeds: Floats | None = None) -> None:
-        """Price later steps anew, once all ranks know it."""
+        """Use another cost model for later steps, once all ranks know it."""
         self.terms.append(replace(self.terms[-1], cost=cost, speeds=speeds))
 
     def saves(self, step: int) -> bool:
-        """Return True if the states of loaders travel with this step."""
+        """Return True if ranks exchange the states of their loaders with this step."""
         return step >= self._next_saved
 
     def step(self, step: int, load: Load) -> ReadyStep | None:
-        """Make this rank's part of a step; None at the end. Three collectives; all raise alike."""
+        """Make this rank's part of a step; None at the end. Three collectives; errors reach all."""
         start = time.perf_counter()
         loaded = self._gather(step, load)
         if loaded.is_last(self.rules.ends):
@@ -440,7 +440,7 @@ class Redistributor:
         return ReadyStep(batches, *numbers, saved, sent, received, exchange)
 
     def decide(self, offer: Offer) -> Decision:
-        """Plan all microbatches if that is worth it; the decision is the same on all ranks."""
+        """Plan all microbatches if that saves enough; the decision is the same on all ranks."""
         terms, rules = self.terms[self._version], self.rules
         overhead, limits = float(getattr(terms.cost, "overhead", 0.0)), terms.token_limits
         priced = terms.priced_step(offer.microbatches)

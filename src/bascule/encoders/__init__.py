@@ -1,4 +1,4 @@
-"""Encoders in balance: images, videos and texts go where there is time to encode them."""
+"""Balanced encoders: ranks that have time encode images, videos and texts of other ranks."""
 
 from bascule.encoders.encoder import BalancedEncoder as BalancedEncoder
 from bascule.encoders.encoder import EncoderOptions as EncoderOptions

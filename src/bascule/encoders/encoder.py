@@ -1,4 +1,4 @@
-"""BalancedEncoder: ranks that have time encode the items, and send the features to the owners."""
+"""BalancedEncoder: ranks that have time encode items, and send the features to their owners."""
 
 import inspect
 import sys
@@ -58,13 +58,13 @@ class EncoderOptions:
     """Options of a BalancedEncoder.
 
     Attributes:
-        table: How a call is cut into items. Default: the table for the module's class.
+        table: How a call is split into items. Default: the table for the module's class.
         limits: Hard limits of a rank: tokens, items, and bytes of items.
         locality_tolerance: Share by which the slowest rank may exceed the best plan, so that fewer
             items move.
-        cluster: Prices of computing and exchanging: items move only where that pays. The cost must
+        cluster: Prices computation and exchanges: items move only if that saves time. The cost must
             be in seconds, or a TransformerCost. Default: moving is free.
-        device: Where the tensors are. Default: the mesh's, or that of the group's back end.
+        device: Device of the tensors. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective.
         features_for: "owner": each rank gives its own items and gets their features. "all": every
             rank gives the same items, as in inference, and gets all features. "first": as "all",
@@ -106,13 +106,13 @@ class _Computed:
 
 
 class BalancedEncoder:
-    """An encoder whose items are encoded by the ranks that have time, in place of their owners.
+    """An encoder that encodes each item on a rank that has time, in place of the item's owner.
 
     The owner of an item, the rank that gave it, gets its features back, in the order of its items.
-    Gradients travel back in the same way. All ranks make it, and call it, at the same points. A
-    rank without an item encodes the cheapest item once more, without counting it, so that ranks of
-    FSDP and DDP always meet. Gradients of parameters are right after averaging over the ranks. No
-    gradients are recorded where neither the parameters nor the items of any rank require them.
+    Gradients return in the same way. All ranks construct and call it at the same points. A rank
+    without an item encodes the cheapest item once more, without counting it, so that all ranks make
+    the collectives of FSDP and DDP. Gradients of parameters are right after averaging over ranks.
+    If no parameter and no item of any rank requires a gradient, none is recorded.
 
     Attributes:
         last: Report of the last step, see `Encoding`; None if no rank had an item. Of an installed
@@ -122,8 +122,8 @@ class BalancedEncoder:
         module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2, with
             the same weights on all ranks. Its arguments and outputs hold items along the first dim;
             see `EncoderTable`.
-        length_fn: Tokens of an item, at least 1, from its arguments by name; or tokens, and mean
-            query-key pairs of a layer. Default: `length` of the table for the module's class.
+        length_fn: Maps an item's arguments, by name, to its tokens, at least 1; or to (tokens, mean
+            query-key pairs per layer). Default: `length` of the table for the module's class.
         cost: Predicts the cost of an item from its tokens, and from its pairs, if given.
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
 
@@ -170,19 +170,19 @@ class BalancedEncoder:
         """Encode items, each on a rank that has time; return their outputs in the same order.
 
         An item holds the module's arguments for it alone, by name. Ranks without items attach their
-        loss, see `Features.attach`. Two small gathers, and two all-to-alls where an item moves.
+        loss, see `Features.attach`. Two small gathers, and two all-to-alls if an item moves.
         """
         return self.encode(items)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output for these arguments; each item is encoded where there is time.
 
-        If a rank's loss depends on the output, every rank's must.
+        If the loss of one rank depends on the output, the loss of every rank must.
         """
         return self.call_after(None, args, kwargs).together
 
     def call_after(self, token: Tensor | None, args: Sequence[Any], kwargs: Item) -> Features:
-        """Encode the items of a `call`; the backward pass runs before that of the token."""
+        """Encode a `call`'s items; their backward pass runs before the order token's."""
         items, error = list[Item](), None
         function = getattr(self._inner, self.table.method or "forward")
         try:
@@ -194,8 +194,8 @@ class BalancedEncoder:
     def install(self, model: nn.Module) -> "Installed":
         """Use this encoder in every forward pass of a model that has the module, until `undo()`.
 
-        The module is replaced by a stand-in only while its parent computes. Ranks without images,
-        or videos, take part. Shard or wrap the model first.
+        A wrapper replaces the module only while the parent module computes. Ranks without images
+        or videos take part, too. Shard the model, or wrap it in DDP, before this call.
         """
         return Installed(self, model)
 
@@ -210,10 +210,10 @@ class BalancedEncoder:
         inputs: Any = None,
         at_once: int = 0,
     ) -> Features:
-        """Encode items; the backward pass runs before that of the token `after`.
+        """Encode items; their backward pass runs before the backward pass of the token `after`.
 
-        All ranks raise if one has an `error`, or if `call` or, with shared items, the tensors in
-        `inputs` (default: the items) differ. A call of the module has `at_once` items at most.
+        All ranks raise if a rank has an `error`, or ranks differ in `call` or, with shared items,
+        in `inputs` (default: the items). A call of the module has at most `at_once` items.
         """
         self._step += 1
         offer, settings, local = self._agree(items, error, call, inputs or items, at_once)
@@ -412,8 +412,8 @@ class BalancedEncoder:
 class Installed:
     """A balanced encoder within a model; made by `BalancedEncoder.install`.
 
-    The model calls its encoder once for each kind of items in its batch, as images and videos.
-    Every rank takes part for every kind, in the same order, also for kinds that it does not have.
+    The model calls its encoder once for each kind of items in its batch, such as images and videos.
+    Every rank takes part for every kind, in the same order, also if it has no such item.
     """
 
     def __init__(self, encoder: "BalancedEncoder", model: nn.Module) -> None:
@@ -471,7 +471,7 @@ class Installed:
         """Return the output that the model gets when it calls its encoder."""
         if not self._left:
             raise ConfigError(
-                f"the model calls its encoder more often than its arguments {self._kinds} ask for: "
+                f"the model calls its encoder more often than for its arguments {self._kinds}: "
                 "name the arguments that hold items in EncoderTable(sources=..)"
             )
         self._left.pop(0)

@@ -1,4 +1,4 @@
-"""Items of encoders: cut a call into items, count their tokens, and join their features.
+"""Items of encoders: split a call into items, count their tokens, and join their features.
 
 Items lie along the first dim of all tensors of a call: one row each, or several, as of patches.
 """
@@ -28,18 +28,18 @@ Length = int | tuple[int, float]
 
 @dataclass(frozen=True)
 class EncoderTable:
-    """Rules by which a call is cut into items, and items are joined to a call.
+    """Rules that split a call into items, and join items into a call.
 
     Attributes:
         length: Counts tokens, from the module and an item; None: the user gives `length_fn`.
         packed: Arguments in which an item has as many rows as its size; in others it has one row.
         sizes: Returns the sizes of a call's items, from its arguments; None: all sizes are 1.
         method: Name of the method that is called; None: the module itself is called.
-        split: Cuts an item into at most so many pieces, whose concatenated outputs are the item's.
-            None: items stay whole.
-        sources: Arguments with items of the model around the module, which calls the module once
-            for each that is not None, in this order.
-        settings: Describes what must be the same of the module on all ranks, in each call.
+        split: Splits an item into at most a given number of pieces, whose concatenated outputs are
+            the item's output. None: items stay whole.
+        sources: Arguments, of the model around the module, that contain items. The model calls the
+            module once for each that is not None, in this order.
+        settings: Describes, in each call, the module's settings that all ranks must share.
     """
 
     length: Callable[[nn.Module, Item], Length] | None = None
@@ -51,7 +51,7 @@ class EncoderTable:
     settings: Callable[[nn.Module], str] | None = None
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
-        """Cut a call into its items, whose tensors are views."""
+        """Split a call into its items, whose tensors are views."""
         sizes = self.sizes_of(arguments)
         parts = {
             name: x.split(sizes if name in self.packed else 1)
@@ -84,7 +84,7 @@ class EncoderTable:
         return alike | {name: torch.cat([item[name] for item in items]) for name in tensors}
 
     def cut_output(self, output: Any, items: Sequence[Item]) -> list[list[Tensor]]:
-        """Return each item's tensors of an output, in the order of `leaves_of`."""
+        """Split an output into the tensors of each item, in the order of `leaves_of`."""
         sizes = [1 if self.sizes is None else self.sizes(item)[0] for item in items]
         columns = [_cut_rows(leaf, sizes) for leaf in leaves_of(output)]
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in items]
@@ -124,12 +124,12 @@ def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item)
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"the encoder does not take these arguments: {error}") from None
+        raise ConfigError(f"the encoder does not accept these arguments: {error}") from None
     named: Item = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            raise ConfigError("the encoder takes *args: give its arguments names")
+            raise ConfigError("the encoder has *args: give all of its arguments by name")
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -262,7 +262,7 @@ def prepare(
     most: int,
     travel: bool,
 ) -> LocalItems:
-    """Cut this rank's items into pieces, at most so many; pack these, if they `travel`."""
+    """Split each of this rank's items into `most` pieces at most; pack these if they `travel`."""
     pieces, counts, parcels = list[Item](), list[int](), list[Parcel]()
     lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
@@ -304,15 +304,15 @@ class Features(list[Any]):
     def together(self) -> Any:
         """The output of the module for all items in one call; without items it has no rows."""
         if self.template is None:
-            raise ConfigError("no rank has an item to encode: give one on one rank at least")
+            raise ConfigError("no rank has an item to encode: give at least one rank an item")
         if not self:
             return self.attach(mapped(self.template, lambda leaf: leaf[:0]))
         return joined(self)
 
     def attach(self, output: Any) -> Any:
-        """Return the same output; its backward pass takes part in the encoder's.
+        """Return the same output; its backward pass also runs the encoder's backward pass.
 
-        Every rank attaches its loss, which without items does not depend on the encoder otherwise.
+        Every rank attaches its loss: without items, its loss does not depend on the encoder.
         """
         return attach(output, [self.token])
 

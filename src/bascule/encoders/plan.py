@@ -1,4 +1,4 @@
-"""Plans of which rank encodes which item; numpy only, the same on every rank."""
+"""Plan which rank encodes which item; numpy only, with the same result on every rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +38,7 @@ class CallSettings:
 class Encoding:
     """Report of a step of a balanced encoder: the items that it moved, or why it moved none.
 
-    Gain, seconds and bytes are those of the plan that was weighed, even if its items then stayed.
+    Gain, seconds and bytes describe the plan that was weighed, even if its items then stayed.
     """
 
     num_items: int  # of all ranks
@@ -46,8 +46,8 @@ class Encoding:
     loads_as_given: tuple[float, ...]  # cost of each rank's items before moves
     loads: tuple[float, ...]  # cost of what each rank encodes; seconds with a cluster
     gain_s: float | None = None  # saved by the slowest rank, with its backward pass; None: no price
-    exchange_s: float | None = None  # beyond those without moving; None without a price
-    exchange_bytes: int = 0  # of all ranks, beyond those without moving
+    exchange_s: float | None = None  # more than if no item moved; None without a price
+    exchange_bytes: int = 0  # of all ranks, more than if no item moved
 
     @property
     def loaded(self) -> float:
@@ -99,7 +99,7 @@ class ItemPlan:
 
     @cached_property
     def needed(self) -> list[Ints]:
-        """Ids of the items that each rank encodes, those of dummy calls included."""
+        """Ids of the items that each rank encodes, with the items of dummy calls."""
         return [np.unique(np.concatenate([call.ids for call in calls])) for calls in self.passes]
 
     @cached_property
@@ -129,7 +129,7 @@ class ItemPlan:
         return np.unique(ids[source == rank])
 
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
-        """Return seconds and bytes of a step's exchanges; features are taken as large as items."""
+        """Predict seconds and bytes of a step's exchanges, with features as large as items."""
         seconds, num_bytes = 0.0, 0.0
         for times, (ids, source, dest) in (
             (1 + self.settings.items_need_gradient, self.item_moves),
@@ -159,7 +159,7 @@ def plan_items(
     limits: Limits | None = None,
     locality_tolerance: float = 0.0,
 ) -> tuple[ItemPlan, Encoding]:
-    """Spread items over ranks by cost; with a cluster, only where gains exceed the exchanges."""
+    """Spread items over ranks by cost; with a cluster, only if the gain exceeds the exchange."""
     num_ranks, is_shared = settings.num_ranks, settings.num_getting > 0
     costs_of = evaluate if cluster is None else cluster.compute_seconds
     costs = costs_of(cost, offer.lens, offer.num_pairs)

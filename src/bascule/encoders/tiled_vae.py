@@ -1,7 +1,7 @@
 """TiledVAE: the tiles of a VAE's images and videos are computed by the ranks that have time.
 
-The model cuts an image into tiles and blends them. It runs twice, with a stand-in for its encoder
-or decoder: the first records the calls for each tile, the second returns the computed tiles.
+The model's code cuts an image into tiles and blends them. It runs twice, with a wrapper in place of
+its encoder or decoder: one records the calls of each tile, the other returns the computed tiles.
 """
 
 import copy
@@ -29,7 +29,7 @@ _DEFAULT = EncoderOptions()
 
 
 class InPlace:
-    """A stand-in for a pipeline's module, of the same class and state, with other `methods`."""
+    """A replacement of a pipeline's module, with its class and state, but other `methods`."""
 
     def __init__(self, pipeline: Any, module: nn.Module, **methods: Callable[..., Any]) -> None:
         names = [name for name, value in vars(pipeline).items() if value is module]
@@ -54,14 +54,14 @@ class InPlace:
 
 
 class TiledVAE:
-    """A VAE of diffusers whose tiles are encoded, or decoded, by the ranks that have time.
+    """A VAE of diffusers that encodes, or decodes, each tile on a rank that has time.
 
-    The model's own code chooses tile sizes, cuts and blends. The tiles of all ranks are spread by
-    pixels. Results are those of the model with tiling, whether or not `enable_tiling()` was called.
-    A tile of a causal video VAE spans all frames. All ranks make and call it at the same points.
+    The model's own code chooses tile sizes, cuts tiles and blends them. Ranks share all tiles by
+    pixels. Results equal the model's with tiling, even if `enable_tiling()` was not called. A tile
+    of a causal video VAE spans all frames. All ranks construct and call it at the same points.
 
     Args:
-        vae: Has tiles; the same weights, configuration and tiles on all ranks. It is not edited.
+        vae: A VAE with tiling; weights, configuration and tiles are the same on all ranks.
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
         options: As for a BalancedEncoder. With `features_for="first"`, other ranks get an output
             without rows.
@@ -97,8 +97,8 @@ class TiledVAE:
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Encode x (B, C, .., H, W) as `vae.encode` with tiling; B may be 0.
 
-        A sequence of tensors of unlike sizes gives `Features`, see `Features.attach` for gradients.
-        Three small gathers, and two all-to-alls where tiles move.
+        A sequence of tensors of different sizes gives `Features`; see `Features.attach` for
+        gradients. Three small gathers, and two all-to-alls if tiles move.
         """
         return self._run("encode", x, args, kwargs)
 
@@ -109,7 +109,7 @@ class TiledVAE:
     def install(self, pipeline: Any) -> InPlace:
         """Use this in a pipeline, or another object with the VAE as an attribute, until `undo()`.
 
-        The VAE is not edited: the attribute becomes an object of its class with the same state.
+        The VAE does not change: the attribute becomes another object of its class and state.
         """
         return InPlace(pipeline, self.vae, encode=self.encode, decode=self.decode)
 
@@ -144,7 +144,7 @@ _HANDED = "conv_cache"  # argument: what the call for the frames before returned
 
 
 class TileCalls(nn.Module):
-    """Computes a tile by the calls that the VAE makes of its encoder, or decoder, for it."""
+    """Computes a tile by repeating the VAE's calls of its encoder, or decoder, for this tile."""
 
     def __init__(self, vae: nn.Module) -> None:
         super().__init__()
@@ -153,8 +153,8 @@ class TileCalls(nn.Module):
     def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
         """Call the "encoder" or "decoder" several times; join outputs along time: (1, C, .., h, w).
 
-        `tensors` has argument NAME of call NUMBER as "NUMBER.NAME", its first one as "NUMBER.";
-        `calls` has arguments that are no tensors.
+        `tensors` holds argument NAME of call NUMBER as "NUMBER.NAME", and its first argument as
+        "NUMBER."; `calls` holds the arguments that are not tensors.
         """
         module, arguments = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():
@@ -197,7 +197,7 @@ def settings_of(calls: nn.Module) -> str:
 
 
 def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
-    """Count the pixels, or latents, of a tile, to which the time of its convolutions grows."""
+    """Count a tile's pixels, or latents: the time of its convolutions is proportional to it."""
     vae: Any = calls.vae
     firsts = [x for name, x in tile.items() if name.endswith(".")]
     frames = sum(x.shape[2] if x.dim() == 5 else 1 for x in firsts)

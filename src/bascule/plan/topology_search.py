@@ -163,7 +163,7 @@ def _reason(
         forced += lens[taken > decision.makespan].tolist()
     ranks = "1 rank" if smaller == 1 else f"{smaller} ranks"
     if not forced:
-        return f"g{size}: no sequence needs more than {ranks}; it evens out loads"
+        return f"g{size}: no sequence needs such bags; they even out the loads"
     often = number(len(forced) / len(batches))
     lens = " to ".join(f"{length:,}" for length in sorted({min(forced), max(forced)}))
     return f"g{size}: sequences of {lens} tokens ({often} per batch) would end too late on {ranks}"

@@ -10,10 +10,10 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.machine.cluster import Cluster
-from bascule.machine.costs import Cost, evaluate, in_bag
+from bascule.machine.costs import FLOPS_PER_UNIT, Cost, evaluate, in_bag
 from bascule.plan import metrics
 from bascule.plan.plan import Plan
-from bascule.quantities import amount, percent, times
+from bascule.quantities import amount, flops, percent, times
 
 MOST_RANKS = 64  # bars of a picture
 _COLORS = ("#b7d7f0", "#7fb5e1", "#4a90cc", "#2a6bb0", "#24579c")
@@ -156,7 +156,8 @@ def _panel(
     """Draw a heading and a bar for each rank, below `top`."""
     end, shown, first = max(bar.load for bar in bars), bars[:MOST_RANKS], top + _HEAD
     x, height = end * scale, _PITCH * len(shown)
-    ending = escape(f"the step ends: {amount(end, unit)}")
+    ends = flops(end * FLOPS_PER_UNIT) if unit == "TFLOP" else amount(end, unit)
+    ending = escape(f"the step ends: {ends}")
     return [
         f'<g class="{name}">',
         f'<text class="head" x="18" y="{top + 27:g}">{escape(title)}</text>',

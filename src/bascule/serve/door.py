@@ -9,7 +9,6 @@ import base64
 import json
 import logging
 import resource
-import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -27,7 +26,6 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from prometheus_client import Counter, Gauge
 from starlette.requests import ClientDisconnect
 
-from bascule.errors import ConfigError
 from bascule.serve.forms import Form, ImageForm, VideoForm, picture, prompts_of, read
 from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
@@ -102,7 +100,7 @@ class Door:
         path = self._options.api_key_file
         if path is not None and path.stat().st_mode & 0o077:  # not refused: container mounts are so
             _log.warning("other users of this machine can read %s: chmod 600 %s", path, path)
-        listener = _listen(self._options)
+        listener = self._options.listen()
         host, port = listener.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         config = uvicorn.Config(
@@ -378,18 +376,6 @@ class _Metrics:
             self._now.labels(state).set(sum(status.state == state for status in statuses))
         self._busy.set(len({rank for status in statuses for rank in status.ranks}))
         return prometheus.generate_latest(self._registry)
-
-
-def _listen(options: ServeOptions) -> socket.socket:
-    host, port = options.host, options.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        what = f"--host {host} --port {port}: cannot listen there: {error.strerror or error}"
-        raise ConfigError(f"{what}; give another --port, or 0 for one that is free") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects clients without power
-    return listener
 
 
 def _list_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Options of `bascule serve`. Imports no torch."""
 
 import ipaddress
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -96,6 +97,18 @@ class ServeOptions(RankOptions):
         """Return a new policy for allowed degrees; ConfigError if it is not known or not legal."""
         request = Request(step_s=dict.fromkeys(degrees, 1.0), steps=1)
         return policy_of(self.policy, [request], max(degrees))
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens at the address; ConfigError if that cannot be."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
+        except OSError as error:
+            what = f"--host {self.host} --port {self.port}: cannot listen there: "
+            what += f"{error.strerror or error}; give another --port, or 0 for one that is free"
+            raise ConfigError(what) from None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # clients without power
+        return listener
 
     def check(self) -> None:
         """Refuse settings that no rank could serve."""

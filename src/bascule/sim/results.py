@@ -145,6 +145,7 @@ class SimulationResult:
     options: SimulationOptions
     sequences: float  # mean number on a rank in a microbatch
     num_steps: int
+    tokens_per_step: float  # as loaded, on all ranks
 
     @property
     def num_ranks(self) -> int:
@@ -179,10 +180,14 @@ class SimulationResult:
         return run.tokens_per_s / self.reference.tokens_per_s
 
     def gpu_hours(self, run: SimulatedRun) -> float | None:
-        """Return GPU-hours for the tokens of `train_steps` steps; None if the run does not fit."""
-        first = self.runs[0]
-        tokens = float(first.tokens.mean()) * first.accumulate * self.options.train_steps
-        hours = tokens / run.tokens_per_s * self.num_ranks / 3600
+        """Return GPU-hours for the tokens of `train_steps` steps; None if the run does not fit.
+
+        Steps of an epoch are as loaded, others are steps of the first run, which the user does now.
+        """
+        tokens, first = self.tokens_per_step, self.runs[0]
+        if not self.options.is_epoch:
+            tokens = float(first.tokens.mean()) * first.accumulate
+        hours = tokens * self.options.train_steps / run.tokens_per_s * self.num_ranks / 3600
         return None if self.fits(run) is False else hours
 
     def saved_gpu_hours(self, run: SimulatedRun) -> float | None:
@@ -196,10 +201,10 @@ class SimulationResult:
         return None if price is None or hours is None else hours * price
 
     def label(self, run: SimulatedRun) -> str:
-        """Name a run, and the parts into which it splits a microbatch to fit into memory."""
+        """Name a run, with its number of microbatches if it needs more than were given to fit."""
         if self.fits(run) is False:
             return f"{run.name}, does not fit"
-        return run.name if run.parts == 1 else f"{run.name}, {run.parts} parts"
+        return run.name if run.parts == 1 else f"{run.name} in {run.accumulate} microbatches"
 
     @property
     def warnings(self) -> list[str]:
@@ -212,7 +217,7 @@ class SimulationResult:
         return [
             f"as given, activations of a rank exceed its memory of {num_bytes(memory)} "
             f"({self.profile.provenance_of('memory_bytes')}): {needs}. Give a rank fewer samples "
-            "at once, and accumulate them, as the rows in parts do; or use larger bags, whose "
+            "at once, and accumulate them, as rows in microbatches do; or use larger bags, whose "
             "ranks share each sequence; or set --kb-per-token if your activations are smaller"
         ]
 
@@ -221,18 +226,21 @@ class SimulationResult:
         """The answer in words: today's step, and the step with bascule."""
         first, reference, fastest = self.runs[0], self.reference, self.fastest()
         best, waits = self.fastest(_OURS) or fastest, percent(first.idle_share)
-        needs = f"What you do now ({first.name}) needs {num_bytes(first.given_bytes)} of "
-        needs += f"{num_bytes(self.profile.memory_bytes)} of memory"
+        what = f"With what you do now ({first.name})"
+        if first.name == "none":  # the default, which the user may never have said
+            what = "If each rank computes the samples that it loads (none)"
+        needs = f"{what}, activations need {num_bytes(first.given_bytes)}, and a rank has "
+        needs += num_bytes(self.profile.memory_bytes)
         if reference is None:
             return f"{needs}. Nothing here fits, even with one sample per rank at a time."
         keep = "Leave it as it is: " if first is reference else ""
-        now = f"What you do now ({first.name}) leaves ranks waiting {waits} of the time."
+        now = f"{what}, ranks wait {waits} of the time."
         if first is not reference:
-            now = f"{needs}, and does not fit with one sample at a time either. "
+            now = f"{needs}: one sample at a time does not fit either. "
             now += f"Speed-ups are over {self.label(reference)}, the first row that fits."
         elif first.parts > 1:
-            now = f"{needs}; with its samples in {first.accumulate} microbatches it fits, and "
-            now += f"ranks wait {waits} of the time."
+            now = f"{needs}; in {first.accumulate} microbatches they fit, and ranks wait {waits} "
+            now += "of the time."
         if best is None or fastest is None:
             return f"{now} Nothing here is faster{keep and ': leave it as it is'}."
         ratio = best.tokens_per_s / reference.tokens_per_s
@@ -286,8 +294,10 @@ class SimulationResult:
             for kind in kinds
         }
         hours = f"GPU-hours saved in {period}"
+        which = "what you do now" if best is runs[0] else "fastest"
+        which = "best of bascule" if best.whose == _OURS else which
         facts = (
-            Fact("best", "best of bascule" if best.whose == _OURS else "fastest", self.label(best)),
+            Fact("best", which, self.label(best)),
             Fact("over_first", f"speed-up, {against}", self.speedup(best), times),
             Fact("fbl_s", "a step takes", best.fbl_s, seconds),
             Fact("idle_share", "ranks wait", best.idle_share, percent),
@@ -323,7 +333,8 @@ class SimulationResult:
                 f"Model and data: {self.model.shape}, {number(self.num_params / 1e9)} billion "
                 f"parameters{' of plain blocks (else --params-b)' if is_guessed else ''}; "
                 f"{number(self.sequences)} sequences per rank and microbatch on average; steps "
-                f"simulated: {self.num_steps:,}, microbatches of each: {options.accumulate:,}.",
+                f"simulated: {self.num_steps:,}, microbatches of each: {options.accumulate:,}. "
+                "Memory counts activations alone, not weights and optimizer.",
                 f"GPU-hours are for {period} of your run (--train-steps), times {self.num_ranks} "
                 "ranks. All rows train on the same number of tokens, so the number of steps may "
                 "differ.",

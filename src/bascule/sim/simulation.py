@@ -100,7 +100,8 @@ def simulate(
         runs.append(replace(tried[-1], given_bytes=tried[0].most_activation_bytes))
     sequences = float(np.mean([microbatch.batch.lens.size for microbatch in run])) / num_ranks
     num_steps = len(run) // options.accumulate
-    return SimulationResult(profile, tuple(runs), model, options, sequences, num_steps)
+    tokens = sum(float(microbatch.batch.lens.sum()) for microbatch in run) / num_steps
+    return SimulationResult(profile, tuple(runs), model, options, sequences, num_steps, tokens)
 
 
 def _placed(

@@ -73,7 +73,7 @@ class LatentEncoder(nn.Module):
             shift, divisor = [config.shift_factor or 0.0], [1.0 / config.scaling_factor]
         if colours != 3:
             channels = count(round(colours), "channel")
-            raise ConfigError(f"takes images of {channels}: give a VAE for RGB images")
+            raise ConfigError(f"needs images of {channels}: give a VAE for RGB images")
         if self.is_video and self.frame_group != _WAN_GROUP:
             raise ConfigError(
                 f"makes one latent frame of {self.frame_group}: give a VAE that makes one of "
@@ -93,7 +93,7 @@ class LatentEncoder(nn.Module):
         return [{"pixels": part[None].contiguous()} for part in parts]
 
     def latents(self, features: Sequence[Tensor], normals: Tensor) -> Tensor:
-        """Draw the normalised latents (C, f, h, w) of a sample from features and a normal each."""
+        """Draw a sample's normalised latents (C, f, h, w) from features and standard normals."""
         frames = [feature[0] if self.is_video else feature[0, :, None] for feature in features]
         mean, std = torch.cat(frames, dim=1).chunk(2)
         drawn = mean + std * normals.view_as(mean).to(mean)
@@ -127,7 +127,7 @@ class TextEncoder(nn.Module):
         return self.encoder(input_ids=input_ids).last_hidden_state
 
     def tokenize(self, caption: str) -> tuple[list[int], bool]:
-        """Return the tokens of a caption, and whether the tokenizer has cut some."""
+        """Return the tokens of a caption, and whether the tokenizer truncated it."""
         tokens = self._tokenizer(caption, truncation=True, max_length=self.most_tokens)["input_ids"]
         if len(tokens) < self.most_tokens:
             return tokens, False
@@ -178,7 +178,7 @@ class FrozenEncoders:
 
 
 def load_encoders(options: RunOptions) -> FrozenEncoders:
-    """Load the encoders that options name, from files of this machine alone."""
+    """Load the encoders that options name, from local files only."""
     dtype: torch.dtype = getattr(torch, options.dtype)
     vae = text = None
     if (name := options.vae) is not None:
@@ -211,7 +211,7 @@ def _load_text(name: str, dtype: torch.dtype, transformers: Any) -> TextEncoder:
     beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
     source = folder if (folder / "tokenizer_config.json").exists() else beside
     if not (source / "tokenizer_config.json").exists():
-        raise ConfigError("has no tokenizer: put its files into the folder, or into one beside it")
+        raise ConfigError(f"has no tokenizer: put its files into the folder, or into {beside}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
     return TextEncoder(load(name, dtype=dtype, local_files_only=True), tokenizer).to(dtype)
 
@@ -232,7 +232,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 class EncoderStages:
-    """Balanced encoding of samples, text first; latents do not depend on the encoding rank."""
+    """Balanced encoders of samples, text first; the encoding rank does not affect latents."""
 
     def __init__(
         self,

@@ -71,18 +71,18 @@ class PhotoOptions:
 class PhotoStream:
     """Photos at their own size, with the bytes of their captions as text tokens.
 
-    A photo becomes ``h * w`` tokens of ``3 * P**2`` values in [-1, 1], channels first. Photos of
-    too many tokens are scaled down, sides below the patch are stretched, the rest is cut off around
-    the centre. A caption is ``name.txt`` beside ``name.jpg``, else a line of ``captions.jsonl``
+    A photo becomes ``h * w`` tokens of ``3 * P**2`` values in [-1, 1], channels first. It scales
+    down photos of too many tokens, stretches sides below the patch, and crops the borders to whole
+    patches. A caption is ``name.txt`` beside ``name.jpg``, else a line of ``captions.jsonl``
     (``{"file": "name.jpg", "caption": "..."}``), else empty.
 
     With ``clip_frames``, video files and subfolders of numbered frames are samples, too: frame
     after frame, all within ``max_tokens``. The caption of folder ``name`` is ``name.txt`` beside
     it.
 
-    Each photo is read and checked once, here: by all ranks, or by one if they ``gather`` what they
-    found. Those that cannot be decoded are left out, counted in ``skipped`` and logged by rank 0.
-    Steps draw from a shuffled order, each once per epoch.
+    The constructor reads and checks each photo: on all ranks, or, with ``gather``, on one of them.
+    It leaves out photos that cannot be decoded, counts them in ``skipped``, and rank 0 logs them.
+    Steps draw photos in a shuffled order, each once per epoch.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class PhotoStream:
             if bad:
                 _log.warning("skipped %d of %d photos: %s", len(bad), len(paths), "; ".join(bad))
             if num_cut:
-                _log.warning("cut %d captions to what the text encoder takes", num_cut)
+                _log.warning("cut %d captions to the limit of the text encoder", num_cut)
         return photos
 
     def _pixels(self, photo: _Photo) -> NDArray[np.uint8]:
@@ -204,7 +204,7 @@ class PhotoStream:
             return self._cache[photo.path]
         pixels, grid = _decode(photo.path, self._options)
         if grid != photo.grid:
-            raise ConfigError(f"{photo.path} has changed its size since the run began")
+            raise ConfigError(f"{photo.path} has changed its size: start the run again")
         return pixels
 
 

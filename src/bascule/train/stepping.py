@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm import groups
 from bascule.comm.collectives import all_gather
 from bascule.comm.failures import shared
+from bascule.errors import ConfigError
 from bascule.plan.plan import Sync, check_sync
 
 _RUNS = 5
@@ -74,9 +76,13 @@ def train_step(
         sync: Ranks average gradients after every "microbatch", or once a "step", for which FSDP2
             keeps unsharded gradients. Default: `sync_of(model)`.
         where: Name of the step in errors and profiles.
+
+    Raises:
+        ConfigError: Functions that a loop made, which all see the loop's last values.
     """
     sync = sync_of(model) if sync is None else sync
     check_sync(sync)
+    _refuse_loops(microbatches)
     if not microbatches:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     losses: list[Tensor] = []
@@ -87,6 +93,20 @@ def train_step(
                 loss.backward()
             losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def _refuse_loops(microbatches: Sequence[Callable[[nn.Module], Tensor]]) -> None:
+    """Refuse functions of one loop that share its variables: each would train the last values."""
+    first = dict[tuple[object, ...], int]()
+    for number, loss_of in enumerate(microbatches, 1):
+        if isinstance(loss_of, FunctionType) and loss_of not in microbatches[: number - 1]:
+            shares = *map(id, loss_of.__closure__ or ()), *map(id, loss_of.__defaults__ or ())
+            other = first.setdefault((loss_of.__code__, *shares), number)
+            if other != number:
+                raise ConfigError(
+                    f"train_step: microbatches {other} and {number} are functions of one loop and "
+                    "see its last values: give partial(loss_of, batch, step) for each"
+                )
 
 
 def sync_of(model: nn.Module) -> Sync:

@@ -200,7 +200,7 @@ class _Waves:
 class SyntheticStream(_Waves):
     """Learnable samples with the lengths of data codes.
 
-    A larger world than the mix's holds replicas, with other samples.
+    If there are more ranks than in the mix, the others are replicas with other samples.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class SyntheticStream(_Waves):
         whole("rank", rank, 0, world_size - 1)
         if any(code.batch_size >= _MAX_SAMPLES for code in self.codes) or world_size > _MAX_RANKS:
             raise ConfigError(
-                f"at most {_MAX_RANKS} ranks of less than {_MAX_SAMPLES} samples can be numbered"
+                f"{world_size} ranks: use at most {_MAX_RANKS}, of less than {_MAX_SAMPLES} samples"
             )
         super().__init__(rank, seed, channels, text_dim, vec_dim)
 
@@ -251,7 +251,7 @@ class ManifestStream(_Waves):
 
 
 class EpochOrder:
-    """The order of samples over all epochs, each drawn anew."""
+    """The order of samples over all epochs; each epoch draws its own order."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self._num_samples, self._seed = num_samples, seed
