@@ -224,7 +224,7 @@ def test_positions_and_a_comparison_are_asked_for() -> None:
     for words, scope, given in (
         ("enter bascule.transformers.context_parallel(model, mesh)", undeclared, {}),
         ("without position_ids would count this rank's tokens from 0", ours(), {}),
-        ("position_ids are not those of one sequence from 0", ours(), misplaced),
+        ("position_ids do not count from 0 in one sequence", ours(), misplaced),
         ("with a mask", ours(), padded),
     ):
         assert words in raised_by(call, scope, **given)[1]

@@ -317,7 +317,7 @@ def test_a_stop_is_one_sentence_that_says_how_to_go_on(
         arguments = "--ranks", "2", "--prompt", "a boat", "--out", str(tmp_path)
         code, _, error = run_command(capsys, "generate", *arguments)
     assert code == 1 and "Traceback" not in error, error
-    assert "stopped by a signal, and so were its ranks; what is done is in" in error
+    assert "stopped by a signal, and so were its ranks; finished outputs are in" in error
 
 
 @pytest.mark.nightly

@@ -156,7 +156,7 @@ CONTROL = [
 ]
 COUNTED = [640 + 16 + 640 + 3, 640 + 16 + 3]
 EDITS: list[tuple[str, Any, str | None, list[int] | str]] = [  # and the column of references
-    ("edit", EDIT, None, "count them by --columns reference=edit_image, or not by reference="),
+    ("edit", EDIT, None, "count them by --columns reference=edit_image, ignore them by reference="),
     ("control", CONTROL, None, "--columns reference=control_path_0"),
     ("edit_counted", EDIT, "edit_image", COUNTED),
     ("edit_left", EDIT, "", [643, 643]),
@@ -272,7 +272,7 @@ TABLES = [
     configured(
         "diffusion_pipe",
         "resolutions = [512]\n[[directory]]\npath = 'img'\n",
-        "[[directory]] of diffusion-pipe are not applied: give the folder of its path",
+        "[[directory]] of diffusion-pipe are not supported: give the folder of its path",
     ),
     configured("other", "[model]\n", "has no [[datasets]]"),
     configured("list", "datasets = [1]\n", "where keys belong"),
@@ -298,7 +298,7 @@ TABLES = [
     Table(
         "frame_and_video.csv",
         csv("image video caption", ("0.png", "0.mp4", BOAT)),
-        "has the column 'video', whose name says pictures",
+        "has the column 'video', which may hold reference pictures",
     ),
     Table("own.csv", csv("width height image_name", (64, 64, "a.png")), [16]),
     Table(
@@ -326,7 +326,7 @@ TABLES = [
         "has turns with who, says, and no content or value or text: count no text by --columns ",
     ),
     # Sound.
-    Table("sound.jsonl", jsonl(*SOUND), "has duration and no sizes: say how many"),
+    Table("sound.jsonl", jsonl(*SOUND), "has duration and no sizes: give the tokens per second"),
     Table("hub_sound.jsonl", jsonl({"audio": "a.wav", "text": BOAT}), "has audio and no sizes"),
     Table("hub_left.jsonl", jsonl({"audio": "a.wav", "text": BOAT}), [3], columns={"duration": ""}),
     Table(
@@ -376,7 +376,7 @@ TABLES = [
     Table(
         "bilder.csv",
         csv("width height Bilder", (1280, 720, 81)),
-        "--columns frames=F, of Bilder, or that all are images by --columns frames=",
+        "--columns frames=F, of Bilder, or give --columns frames= if all",
         "wan2.1",
     ),
     Table("images_of_wan.csv", csv(WH, (1280, 720)), [80 * 45], "wan2.1", columns={"frames": ""}),
@@ -400,7 +400,7 @@ TABLES = [
     Table("small.csv", csv(WH, (8, 64)), "smaller than a token of 16"),
     Table("ragged.csv", "width,height\n64,64\n64\n", "Expected 2 columns, got 1"),
     Table("ragged2.csv", "width,height\n64,64\n64\n", [16], skip_bad=True),
-    Table("null.jsonl", '{"tokens": 1}\nnull\n', "line 2: None is no row"),
+    Table("null.jsonl", '{"tokens": 1}\nnull\n', "line 2: None: write an object"),
     Table("nest.jsonl", '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}\n", "recursion"),
     Table("unlike.jsonl", jsonl(*({"tokens": tokens} for tokens in (1, "2", [3]))), [1, 2, 1]),
     Table("tiny", {"a.png": image(8, 64)}, "smaller than a token"),

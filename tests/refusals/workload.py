@@ -223,7 +223,7 @@ CASES = [
     ("unreadable photos", on(stream_of, a__png="", b__png=""), ("(2 unreadable); put photos",)),
     ("strict", on(strictly, a__png="", b__png=""), ("cannot read the photo", "a.png")),
     ("photos of a file", on(lambda path: PhotoStream(path, 1), a__png=""), ("a folder of photos",)),
-    ("other steps", traces(parts_of, Run(OWN, first=50)), ("no step is in the traces of all",)),
+    ("other steps", traces(parts_of, Run(OWN, first=50)), ("traces have no common step",)),
     ("a host", traces(parts_of, Run(OWN, on_device=False)), ("without kernels of a device",)),
     ("bags", traces(lens_of, name="bascule::step lens/2 [8]"), ("shared its sequences with 1",)),
     ("lens", traces(worth({(90, 0): [4]})), ("lengths are given of steps 90 to 90",)),

@@ -152,7 +152,7 @@ def test_steps_are_drawn_from_a_manifest(capsys: Console, tmp_path: Path) -> Non
     assert whole == list(range(1, 12))  # a small table is one step
     code, out, _ = run(capsys, "plan", "--manifest", str(manifest), "--topology", "g1n2")
     assert code == 0 and "4 samples per rank" in out and out.startswith(f"{manifest}: 11 samples")
-    with pytest.raises(ConfigError, match="takes 12 samples a step"):
+    with pytest.raises(ConfigError, match="needs 12 samples per step"):
         InputOptions(manifest=manifest, batch_size=6, ranks=2).read()
     manifest.write_text('{"width": 16, "height": 16, "frames": 34}')
     for model, tokens in (("wan2.1", 9), ("mochi", 6)):
@@ -392,7 +392,7 @@ CODES = "bench --data g1b1i256f1s0"
         (f"{PLAN} --gamma -1", "-1"),
         (f"{PLAN} --json /nonexistent/plan.json", "cannot be written"),
         (f"{PLAN} --max-tokens 5", "rank 1, sequence 0: 6 tokens"),
-        (f"{PLAN} --max-tokens 2 --topology auto", "rank 1, sequence 0: 6 tokens miss the limit"),
+        (f"{PLAN} --max-tokens 2 --topology auto", "rank 1, sequence 0: 6 tokens exceed the limit"),
         (f"{PLAN} --max-tokens 0", "tokens=0"),
         (f"{PLAN} --kb-per-token 2e7", "rank 1, sequence 0: 6 tokens"),
         ("topology --lengths 5/6 --steps 2", "--steps 2"),
@@ -400,14 +400,14 @@ CODES = "bench --data g1b1i256f1s0"
         ("topology --lengths 5/6 --ranks-per-node 3", "--ranks-per-node 3"),
         ("topology --lengths 5/6 --tflops 0", "--tflops 0"),
         ("topology --lengths 5/6 --max-tokens 2", "tokens"),
-        ("topology --lengths 5/6 --kb-per-token 9e7", "hold no token"),
+        ("topology --lengths 5/6 --kb-per-token 9e7", "too little for one token"),
         ("simulate --lengths 5/6 --topologies foo", "give none, padded, buckets, packs, loader"),
         ("simulate --lengths 5/6 --topologies g2x1", "topology 'g2x1': write gGnN"),
         ("simulate --lengths 5/6 --steps 2", "only --data and --manifest"),
         ("simulate --lengths 5/6 --seed 2", "--seed 2: lengths are as given"),
         ("sparse --ranks 8", "not neither"),
         ("sparse --model wan2.1 --masks x.npz --ranks 8", "not both"),
-        ("sparse --model sora --ranks 8", "'sora': there are wan2.1 and cogvideox1.5"),
+        ("sparse --model sora --ranks 8", "'sora': give wan2.1 or cogvideox1.5"),
         ("sparse --masks /nonexistent/masks.npz --ranks 8", "/nonexistent/masks.npz"),
         ("sparse --masks masks.txt --ranks 8", ".npz"),
         (WAN, "--ranks"),
@@ -504,7 +504,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("simulate --data g1b1i16f1s0 --vae-us 1 --manifest a", "give one of --lengths"),
         ("simulate-requests --mix 64x64@5 --slo 2", "--slo 2.0: no request has a deadline"),
         ("simulate-requests --mix 64x64@5 --deadline 2 --within 2", "--within 2.0: every request"),
-        ("simulate-requests --mix 64x64@5 --loads 1 --rates 1", "--loads 1.0: --rates takes its"),
+        ("simulate-requests --mix 64x64@5 --loads 1 --rates 1", "--loads 1.0: --rates replaces it"),
         ("bench --data g1b1i16f1s0 --ranks 1 --batch-size 3", "--batch-size 3: --data says"),
         ("bench --data g1b1i16f1s0 --ranks 1 --strict", "--strict: only photos have pixels"),
         ("bench --data g1b1i16f1s0 --ranks 1 --max-tokens 9", "--max-tokens 9: data codes say"),

@@ -219,7 +219,7 @@ def test_profiles_that_are_none(capsys: Console, tmp_path: Path) -> None:
         assert path.name in sentence(capsys, *base, str(path))
     HardwareProfile(device="new").save(path := tmp_path / "new.json")
     for command, said in (
-        (f"plan {LENGTHS} --kb-per-token 1", "tells no memory"),
+        (f"plan {LENGTHS} --kb-per-token 1", "has no memory: give"),
         (f"plan {LENGTHS} --wires", "new has no matmul_flops"),
         (f"topology {LENGTHS}", "new has no matmul_flops"),
         ("sparse --model wan2.1 --block 1280 --ring 2", "new has no attention_flops_per_s"),

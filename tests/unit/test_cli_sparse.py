@@ -88,7 +88,7 @@ def test_a_layer_of_nothing_is_named(capsys: Console, tmp_path: Path) -> None:
     masks[2, 1] = False
     np.save(tmp_path / "masks.npy", masks)
     base = ("sparse", "--masks", str(tmp_path / "masks.npy"), "--ring", "2")
-    assert "nothing is computed in step 2 of layer 1: look" in sentence(capsys, *base)
+    assert "the mask of layer 1 in step 2 computes no block" in sentence(capsys, *base)
     assert run(capsys, *base, "--steps", "2")[0] == 0
     assert run(capsys, *base, "--layers", "1")[0] == 0
 
@@ -102,7 +102,7 @@ def test_every_ulysses_rank_has_a_head(capsys: Console, tmp_path: Path) -> None:
     assert run(capsys, *base, "--ulysses", "3")[0] == 0
     for degrees in (("--ulysses", "4"), ("--ranks", "8", "--ring", "2")):
         message = sentence(capsys, *base, *degrees)
-        assert "three.npy: 3 heads for 4 Ulysses ranks, which take one each at least" in message
+        assert "three.npy: 3 heads for 4 Ulysses ranks, which need at least one each" in message
         assert "use --ulysses 3 at most" in message
 
 
@@ -141,8 +141,8 @@ def test_masks_that_do_not_fit(capsys: Console, tmp_path: Path) -> None:
         (np.ones((4, 4), bool), "", "(4, 4)"),
         (np.ones((2, 4, 4)), "", "float64"),
         (np.ones((3, 2, 4, 4), bool), "--layers 4", "--layers 4"),
-        (np.ones((3, 2, 4, 4), bool), "--steps 2", "has 1"),
-        (np.ones((2, 4, 4), bool), "--head 2", "heads 0 to 1"),
+        (np.ones((3, 2, 4, 4), bool), "--steps 2", "has only 1"),
+        (np.ones((2, 4, 4), bool), "--head 2", "head from 0 to 1"),
         (np.ones((2, 4, 4), bool), "--density 0.5", "--density 0.5"),
         (np.zeros((2, 4, 4), bool), "", "no block of these masks is computed"),
     ):

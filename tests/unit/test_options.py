@@ -212,7 +212,7 @@ def test_a_head_is_drawn_on_the_page_alone(capsys: Console, inputs: None) -> Non
     pages = []
     for head in ("1", "2"):
         words = f"sparse --masks a.npz --ring 2 {MASKED} --head {head}"
-        assert f"--head {head}: drawn on the page" in run(capsys, *words.split())[2]
+        assert f"--head {head}: only the page of --report" in run(capsys, *words.split())[2]
         assert run(capsys, *f"{words} --report {head}.html".split())[0] == 0
         pages.append(Path(f"{head}.html").read_text())
     assert pages[0] != pages[1].replace("head 2", "head 1")

@@ -148,7 +148,7 @@ def test_memory_is_a_limit_in_tokens() -> None:
     for limits, wrong, error in (
         (Limits(num_bytes=600_000), COST, (ConfigError, "bytes_per_token")),
         (Limits(num_bytes=999), cost, (ConfigError, "hold no token")),
-        (Limits(num_bytes=499_999), cost, (PlanError, "500 tokens miss")),
+        (Limits(num_bytes=499_999), cost, (PlanError, "500 tokens exceed")),
     ):
         with pytest.raises(error[0], match=error[1]):
             plan_batch(lens, "g1n4", wrong, limits=limits)

@@ -174,7 +174,7 @@ def test_another_policy_is_advised_beyond_noise_alone(
         ("--mix 64x64@5 --policies sjf:16", "the degree of all requests can be 1, 2, 4, 8"),
         ("--mix 64x64@5 --policies srpt", "policy 'srpt' is not known: give one of fifo, sjf"),
         ("--mix 64x64@5 --policies balanced:2", "the first three may have a degree"),
-        ("--mix 64x64@5 --degrees 3", "a request runs on 1, 2, 4, 8 ranks, and there are 8"),
+        ("--mix 64x64@5 --degrees 3", "a request can run on 1, 2, 4, 8 ranks; --ranks is 8"),
         ("--mix 64x64@5 --loads 0", "--loads"),
         ("--mix 64x64@5 --loads", "--loads: give one at least"),
         ("--mix 512@20", "'512@20': write a size, steps and a share"),
@@ -191,13 +191,13 @@ def test_what_the_command_refuses(capsys: Console, words: str, message: str) -> 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[]", "line 1: a request has width, height and steps"),
+        ("[]", "line 1: a request needs width, height and steps"),
         ('{"width": 64, "height": 64, "steps": 2, "size": 1}', "and kind, not width"),
         ('{"width": 64, "height": 64, "steps": 0}', "line 1: steps is 0"),
         ('{"width": 64, "height": "a", "steps": 1}', "line 1: height is 'a'"),
         ('{"width": 64, "height": 64, "steps": 1, "arrival_s": -1}', "line 1: arrival_s is -1"),
         ("", "has no requests"),
-        ('{"width": 64, "height": 64, "steps": 1}', "all requests come at once, which is no load"),
+        ('{"width": 64, "height": 64, "steps": 1}', "all requests arrive at once, so"),
     ],
 )
 def test_lines_that_are_refused(capsys: Console, tmp_path: Path, line: str, message: str) -> None:

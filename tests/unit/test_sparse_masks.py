@@ -153,7 +153,7 @@ BITS, ONES = np.zeros(4, np.uint8), np.ones((2, 4, 4), np.bool_)
     [
         ({"masks": ONES.astype(np.uint8)}, r"masks are uint8.*astype\(bool\)"),
         ({"masks": ONES[0]}, r"shape \(4, 4\).*heads, q_blocks, kv_blocks"),
-        ({"masks": np.ones((1,) * 6, np.bool_)}, "steps and layers"),
+        ({"masks": np.ones((1,) * 6, np.bool_)}, r"\(steps, layers\)"),
         ({"masks": ONES[:, :0]}, r"shape \(2, 0, 4\).*at least one"),
         ({"masks": ~ONES}, "no block .* is computed.*~masks"),
         ({"packed": BITS, "shape": np.array([2, 4, 4])}, "no block of these"),

@@ -306,5 +306,5 @@ def test_what_is_read_is_not_written_over(capsys: Console, tmp_path: Path) -> No
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for given in (folder, next(folder.iterdir())):
         code, _, err = run(capsys, "trace", str(given), "--out", str(folder))
-        assert code == 2 and "would be written over" in err
+        assert code == 2 and "would be overwritten" in err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -149,7 +149,7 @@ def test_latent_frames_of_clips(config: str, frames: list[int], tmp_path: Path) 
     ("config", "words"),
     [
         (buckets("num_repeats = 0\n[[datasets]]\n[[datasets.subsets]]"), "none of"),
-        (kohya("enable_bucket = true"), "says no resolution: write what the trainer's options"),
+        (kohya("enable_bucket = true"), "has no resolution: write what the trainer's options"),
         (kohya("enable_bucket = true\nresolution = 1536"), "max_bucket_reso 1024"),
         (buckets("bucket_reso_steps = 'x'"), "bucket_reso_steps is 'x'"),
         (buckets("min_bucket_reso = 10"), "min_bucket_reso is 10"),
@@ -170,7 +170,7 @@ def test_latent_frames_of_clips(config: str, frames: list[int], tmp_path: Path) 
         (simpletuner(max_num_samples=10), "max_num_samples = 10"),
         (simpletuner(probability=0.5), "probability = 0.5"),
         (simpletuner(type="huggingface"), "type = 'huggingface'"),
-        (simpletuner(resolution=None), "says no resolution"),
+        (simpletuner(resolution=None), "has no resolution"),
         (
             simpletuner(minimum_image_size=9000),
             "samples: 4 are left out by its keys: give the file",
@@ -178,7 +178,7 @@ def test_latent_frames_of_clips(config: str, frames: list[int], tmp_path: Path) 
         (clips("frame_extraction = 'half'"), "frame_extraction is 'half'"),
         (clips("source_fps = 30.0"), "source_fps = 30.0"),
         (simple_clips(video={"num_frames": 9, "bucket_strategy": 1}), "video.bucket_strategy = 1"),
-        (simple_clips(), "says no video.num_frames"),
+        (simple_clips(), "has no video.num_frames"),
     ],
 )
 def test_keys_that_are_refused(config: str, words: str, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""`bascule bench`: the same training twice, without and with balancing, measured."""
+"""`bascule bench` measures the same training without and with balancing."""

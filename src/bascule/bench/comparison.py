@@ -1,4 +1,4 @@
-"""Train on the same batches without balancing, and with it on each topology, in turns.
+"""Train on the same batches without balancing, and with balancing on each topology, in turns.
 
 A *way* is a model with its optimizer and its placement of samples; way 0 does not balance. Shapes:
 N steps, S stages, R ranks.
@@ -67,7 +67,7 @@ LossOf = Callable[[nn.Module], Tensor]
 
 
 class Samples:
-    """Samples of this rank by step, and collectives of the numbers that are compared."""
+    """The samples of this rank by step, and collectives for the numbers to compare."""
 
     def __init__(self, options: BenchOptions, device: torch.device, group: RankGroup) -> None:
         self.options, self.device, self.group = options, device, group
@@ -86,7 +86,7 @@ class Samples:
         self._loaded: dict[int, list[Any]] = {}
 
     def load(self, step: int) -> list[Any]:
-        """Return the microbatches of a step, not yet encoded; an error on a rank ends all ranks."""
+        """Return the microbatches of a step before encoding; an error on a rank ends all ranks."""
         if step in self._loaded:
             return self._loaded[step]
         batches, error, count = [], None, self.options.accumulate
@@ -128,23 +128,23 @@ class Samples:
         return np.moveaxis(table.reshape(-1, *numbers.shape), 0, -1)
 
     def max_over_ranks(self, seconds: Sequence[float], step: int) -> list[float]:
-        """Return the maximum of each number of seconds over all ranks."""
+        """Return the maximum over all ranks of each of these seconds."""
         return self.gather(np.array(seconds), "seconds", step).max(axis=-1).tolist()
 
 
 class Unbalanced:
-    """Training in which ranks compute what they loaded.
+    """Training in which ranks compute the samples that they loaded.
 
-    All ranks call the methods in the order of this class, in each step.
+    In each step, all ranks call the methods in the order of this class.
     """
 
     def __init__(self, samples: Samples, encode: Encode | None = None) -> None:
         self.samples, self._encode = samples, encode
 
     def prepare(self, step: int) -> list[LossOf]:
-        """Load a step; return a loss function a microbatch, to be summed and averaged over ranks.
+        """Load a step; return a loss function per microbatch. Sum these, and average over ranks.
 
-        The average over ranks is then the mean loss of an image token.
+        The result is the mean loss per image token.
         """
         batches = self.samples.load(step)
         tokens = sum(sum(lens_of(batch)[1]) for batch in batches)
@@ -153,20 +153,20 @@ class Unbalanced:
         return [partial(self.loss, self._inputs_maker(batch), factor) for batch in batches]
 
     def begin(self) -> None:
-        """Start what overlaps with the step; counts as time of the step."""
+        """Start work that overlaps with the step; this counts as time of the step."""
 
     def finish(self) -> None:
-        """Wait for what overlapped with the step; counts as time of the step."""
+        """Wait for the work that overlapped with the step; this counts as time of the step."""
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return what to record of the step, "plan" among it; the same on every rank."""
+        """Return the facts to record of the step, such as "plan"; the same on every rank."""
         return {}
 
     def close(self) -> None:
         """Stop threads."""
 
     def exchange(self, seq_lens: list[int]) -> Exchange:
-        """Return the exchange that a model attends with, of sequences of these lengths."""
+        """Return the exchange for the model's attention in sequences of these lengths."""
         return local_exchange(seq_lens, self.samples.device, self.samples.options.kernel)
 
     def loss(self, make: Callable[[], FlowBatch], factor: float, model: nn.Module) -> Tensor:
@@ -210,7 +210,7 @@ class BalancedInModel(Unbalanced):
         )
 
     def exchange(self, seq_lens: list[int]) -> Exchange:
-        """Plan sequences of these lengths, and those of the other ranks; return the step."""
+        """Plan these sequences together with the other ranks' sequences; return the step."""
         self.step = self._parallel.plan(seq_lens)
         return self.step
 
@@ -222,11 +222,11 @@ class BalancedInModel(Unbalanced):
 
 
 class BalancedInLoader(Unbalanced):
-    """Training with `BalancedLoader`: whole samples change ranks.
+    """Training with `BalancedLoader`: whole samples move between ranks.
 
-    The loader's thread gets the samples of the next step when a step begins, and the step ends when
-    these are dealt. So time that compute does not hide is measured, and the thread is idle while
-    way 0 is timed.
+    When a step begins, the loader's thread gets the samples of the next step; the step ends when
+    these are dealt. So the step's time includes dealing that compute does not hide, and the thread
+    is idle while way 0 is timed.
     """
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, cost: TransformerCost) -> None:
@@ -253,7 +253,7 @@ class BalancedInLoader(Unbalanced):
         self._before: dict[str, Any] = {}
 
     def prepare(self, step: int) -> list[LossOf]:
-        """Take the microbatches that the loader dealt; return their losses, scaled as users do."""
+        """Get the microbatches from the loader; return their losses, scaled as in user code."""
         if not self._ready:
             self._feed.put(self.samples.load(step))
             self.finish()
@@ -276,7 +276,7 @@ class BalancedInLoader(Unbalanced):
         self._ready = [next(self._batches) for _ in range(self.samples.options.accumulate)]
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return "plan", and "exchange": its seconds on the slowest rank, in all and not hidden."""
+        """Return "plan", and "exchange": the slowest rank's seconds, in all and not hidden."""
         plans = [batch.plan for batch in self._dealt]
         before = [plan.unbalanced_loads(self._cost) for plan in plans]
         after, verdict = self._loader.metrics(), self._dealt[0].verdict
@@ -307,7 +307,7 @@ class BalancedInLoader(Unbalanced):
 
 
 class StageTimes:
-    """Encoders in front of all ways, local to a rank or balanced, with a clock on every stage."""
+    """The encoders of all ways, on the local rank or balanced, with a clock for every stage."""
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, num_ways: int) -> None:
         self._samples, self._watch = samples, Stopwatch(samples.device)
@@ -332,7 +332,7 @@ class StageTimes:
         self._times[way] = np.array([[*seconds, total - sum(seconds)], [*work, laps["work"]]]).T
 
     def facts(self, way: int, model: Unbalanced, step: int) -> dict[str, Any]:
-        """Return "stages": of way 0 and of a way, by stage and measure, a number for each rank."""
+        """Return "stages": for way 0 and for a way, each rank's numbers by stage and measure."""
         assert isinstance(model, BalancedInModel) and model.step is not None
         plan, none = model.step.plan, [0.0] * self._samples.group.size
         loads = {TRANSFORMER: (plan.unbalanced_loads(model.cost).tolist(), plan.loads.tolist())}
@@ -386,7 +386,7 @@ def _totals(plans: Sequence[Plan], cost: TransformerCost, sent: float) -> dict[s
 
 
 def lens_of(batch: SampleBatch | RawBatch) -> tuple[list[int], list[int]]:
-    """Return the tokens and the image tokens of each sample of a batch."""
+    """Return the numbers of tokens and of image tokens of each sample of a batch."""
     if isinstance(batch, SampleBatch):
         return batch.seq_lens, batch.image_lens
     return [shape.seq_len for shape in batch.shapes], [shape.image_tokens for shape in batch.shapes]
@@ -422,7 +422,7 @@ def join_samples(samples: Sequence[dict[str, Tensor]]) -> SampleBatch:
 
 
 class Comparison:
-    """Models of equal initial weights, one for each way, trained on the same samples."""
+    """Models with equal initial weights, one for each way, trained on the same samples."""
 
     def __init__(self, options: BenchOptions, device: torch.device) -> None:
         import_module("scipy.optimize")  # planning imports it lazily: keep that out of timed steps
@@ -538,7 +538,7 @@ class Comparison:
 def summarize(
     records: Sequence[dict[str, Any]], setting: dict[str, Any], options: BenchOptions
 ) -> dict[str, Any]:
-    """Summarize a run: numbers of its fastest topology, and under "topologies" of each by name."""
+    """Summarize a run: the numbers of its fastest topology, and of each in "topologies"."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         by_name.setdefault(record["topology"], []).append(record)

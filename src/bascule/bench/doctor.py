@@ -1,4 +1,4 @@
-"""`bascule doctor`: gather facts of all ranks, time work, links and collectives, report findings.
+"""`bascule doctor`: gather facts of all ranks; time compute, links, collectives; report findings.
 
 Shapes: N rounds, R ranks.
 """
@@ -81,7 +81,7 @@ _STEADY_SHARE = 0.75  # of the rounds in which a finding must show: noise is les
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """Seconds of a probe in all rounds."""
+    """The seconds of a probe in all rounds, on all ranks."""
 
     kind: str  # STORE, WORK, COLLECTIVE or LINK
     name: str
@@ -108,13 +108,13 @@ class Timing:
 
     @property
     def rate(self) -> float:
-        """FLOPs or bytes a second of the slowest rank."""
+        """FLOPs or bytes per second of the slowest rank."""
         return self.amount / self.slowest_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Facts and timings of all ranks, from which findings follow."""
+    """The facts and timings of all ranks, from which doctor derives findings."""
 
     facts: Sequence[Mapping[str, Any]]  # of each rank: versions, device, memory, and `_ALIKE`
     timings: Sequence[Timing]  # those of a name, or of a link, ascend by size
@@ -128,7 +128,7 @@ class Measured:
         return list({(link.ends, link.on): link for link in self.of(LINK)}.values())
 
     def is_near(self, link: Timing) -> bool:
-        """Return whether the ends of a link are on one host."""
+        """Return whether both ranks of a link are on one host."""
         return len({self.facts[rank]["host"] for rank in link.ends}) == 1
 
     def place_of(self, link: Timing) -> str:
@@ -136,14 +136,14 @@ class Measured:
         return "within a host" if self.is_near(link) else "between hosts"
 
     def describe(self, link: Timing) -> str:
-        """Name the ends and the bandwidth of a link."""
+        """Name the ranks and the bandwidth of a link."""
         ends = " and ".join(f"rank {rank} on {self.facts[rank]['host']}" for rank in link.ends)
         return f"{ends} exchange {amount(link.rate, 'B/s')}"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault of the cluster to look at before a run."""
+    """A fault of the cluster to check before a run."""
 
     kind: str  # "difference", "memory", "slow rank", "slow link", "profile", "store" or "timeout"
     ranks: tuple[int, ...]
@@ -159,7 +159,7 @@ def judge(
     link_tolerance: float,
     profile: HardwareProfile | None = None,
 ) -> list[Finding]:
-    """Return all findings; with a profile, ranks and links must reach its rates."""
+    """Return all findings; with a profile, also ranks and links below its rates."""
     rules = (
         _memory(measured.facts),
         _slow_ranks(measured, 1.0 + tolerance),
@@ -182,7 +182,7 @@ def judge(
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield a finding for each fact in which ranks must agree and do not."""
+    """Yield a finding for each fact that must be the same on all ranks, but differs."""
     for name, (title, advice) in _ALIKE.items():
         ranks_of: dict[str, list[int]] = {}
         for rank, fact in enumerate(facts):
@@ -209,7 +209,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def to_median(seconds: Floats) -> Floats:
-    """Divide (N, n) seconds by the median of each round, so that a load on all of them cancels."""
+    """Divide (N, n) seconds by the median of each round, so that a load on all ranks cancels."""
     # The lower middle: with the mean of two ranks, one 22 % slower would be 10 % above the median.
     middle = (seconds.shape[1] - 1) // 2
     return seconds / np.sort(seconds, axis=1)[:, middle : middle + 1]
@@ -316,8 +316,8 @@ def check_up(
 ) -> dict[str, Any]:
     """Check the ranks of the default group; return a report of plain values, the same on all.
 
-    Collectives: a gather of facts; then the probes in each round, and in a round to warm up. The
-    error of a failed rank also names the facts in which the ranks differ.
+    Collectives: a gather of facts, then the probes in a warm-up round and in each round. If a rank
+    fails, the error also names the facts in which the ranks differ.
     """
     group = member_of(resolve(None), "doctor")
     facts, profile = _gather(group, options, device)
@@ -327,7 +327,7 @@ def check_up(
     except CommError as error:
         if not (texts := "; ".join(difference.text for difference in differences(facts))):
             raise
-        raise CommError(f"{error}. A cause may be what ranks do not share: {texts}") from error
+        raise CommError(f"{error}. These differences may be the cause: {texts}") from error
     findings = judge(measured, options.tolerance, options.link_tolerance, profile)
     return plain_values(options, measured, findings)
 
@@ -440,7 +440,7 @@ def _links(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
 
 
 def matchings(num_ranks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the links of the ring of all ranks, in sets of links without a common rank."""
+    """Return the links of the ring of all ranks, in sets of links that share no rank."""
     if num_ranks < 3:
         return [((0, 1),)][: num_ranks - 1]
     links = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]

@@ -19,10 +19,10 @@ class BenchOptions(Outputs, RunOptions):
 
     Attributes:
         topologies: Bags of ranks, such as g2n1 for one bag of two ranks. By default, each rank is a
-            bag of its own. Of several, such as g1n4 g2n2 g4n1, each trains a model of its own, in
-            turns.
+            bag of its own. Several topologies, such as g1n4 g2n2 g4n1, each train their own model,
+            in turns.
         loader: Balance in the data loader: it moves whole samples between ranks while they compute.
-        accumulate: Microbatches of a step, with --loader. Each is a batch of the stream.
+        accumulate: Microbatches per step, with --loader. Each is a batch of the stream.
         steps: Steps to measure.
         warmup: Steps to train before the measured ones.
         batch_size: Samples of --photos or --manifest that each rank loads per step.
@@ -50,7 +50,7 @@ class BenchOptions(Outputs, RunOptions):
         for code in codes:
             if (tokens := code.batch_size * code.image_tokens) > MAX_TOKENS:
                 raise ConfigError(
-                    f"--data {code}: {tokens:,} visual tokens a rank, at most {MAX_TOKENS:,}: use "
+                    f"--data {code}: {tokens:,} visual tokens per rank, over {MAX_TOKENS:,}: use "
                     "fewer samples, pixels or frames"
                 )
         if not self.loader:
@@ -90,7 +90,7 @@ class DoctorOptions(Outputs, RankOptions):
 
     Attributes:
         profile: File of a hardware profile, or a name such as h100-datasheet. Ranks and links must
-            reach its rates. By default, doctor compares them with each other alone.
+            reach its rates. By default, doctor compares them only with each other.
         rounds: Rounds to measure. A rank or link counts as slow if it is slow in three quarters of
             them.
         mib: Size of the largest message, in MiB.
@@ -108,6 +108,6 @@ class DoctorOptions(Outputs, RankOptions):
 
     @property
     def settings(self) -> dict[str, str]:
-        """Options that must be the same on all ranks, so that they make the same calls."""
+        """The options that must be the same on all ranks, so that ranks make the same calls."""
         names = ("rounds", "mib", "tolerance", "link_tolerance", "profile")
         return {flag(name): str(getattr(self, name)) for name in names}

@@ -1,1 +1,1 @@
-"""`bascule calibrate`: what blocks, wires and the host take on this machine, as a profile."""
+"""`bascule calibrate`: time blocks, links and the host on this machine, and make a profile."""

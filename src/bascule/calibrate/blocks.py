@@ -1,4 +1,4 @@
-"""Make the transformer blocks that are timed, ours or a user's. Shapes: T tokens, C width."""
+"""Make the transformer blocks to time, bascule's or a user's. Shapes: T tokens, C width."""
 
 import importlib
 import os
@@ -21,7 +21,7 @@ Make = Callable[[int], Any]  # from tokens, a function or module and its input o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCall:
-    """A block and its inputs; backward computes gradients of floating inputs, too."""
+    """A block and its inputs; its backward pass computes gradients of floating inputs, too."""
 
     run: Callable[..., object]
     inputs: tuple[object, ...]
@@ -43,7 +43,7 @@ class BlockCall:
         return [x for x in listed if isinstance(x, Tensor) and x.requires_grad]
 
     def backward(self) -> Callable[[], object]:
-        """Run the forward pass; return a function that runs backward."""
+        """Run the forward pass; return a function that runs the backward pass."""
         outputs = self.recompute()
         gradients = [torch.ones_like(out) for out in outputs]
         return lambda: torch.autograd.backward(outputs, gradients)
@@ -62,7 +62,7 @@ def block_of_each_kind(config: MMDiTConfig, device: torch.device, dtype: torch.d
 def local_exchange(
     seq_lens: Sequence[int], device: torch.device, kernel: str | None
 ) -> LocalExchange:
-    """Return the exchange of one process that attends with a kernel."""
+    """Return an exchange for attention with a kernel in one process."""
     seqs = PackedSequences.build(seq_lens, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
@@ -78,7 +78,7 @@ def calls_of_model(
     dtype: torch.dtype,
     kernel: str | None = None,
 ) -> list[BlockCall]:
-    """Make calls of a double block, a single block and the final layer; weight 0 omits one."""
+    """Make calls of a double block, a single block and the final layer, except with weight 0."""
     device, num_tokens = next(model.parameters()).device, sum(seq_lens)
     exchange = local_exchange(seq_lens, device, kernel)
     attend = exchange.attend
@@ -104,7 +104,7 @@ def _with(block: nn.Module, *args: object) -> Callable[..., object]:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name whose package ranks started in this folder cannot find; import nothing."""
+    """Refuse a name whose package cannot be found by ranks started here; import nothing."""
     first = _parts(name)[0].partition(".")[0]
     if find_spec(first) is None and PathFinder.find_spec(first, [os.getcwd()]) is None:
         raise ConfigError(
@@ -145,13 +145,13 @@ def find(name: str) -> Make:
 
 
 def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> list[BlockCall]:
-    """Call the user's function for a length; run what it returns forward and backward once."""
+    """Call the user's function with a length; run its result forward and backward once."""
     at = f"--module {name} at {length} tokens"
     with device:
         made = called(at, make, length)
     if not (isinstance(made, tuple) and len(cast(tuple[object, ...], made)) == 2):
         raise ConfigError(
-            f"{at}: gave {shown(cast(object, made))}; it must return two things, a function or "
+            f"{at}: gave {shown(cast(object, made))}; it must return two things: a function or "
             "module, and its input or a tuple of inputs"
         )
     run, inputs = cast(tuple[object, object], made)

@@ -71,7 +71,7 @@ _NORMAL = 1.96  # standard errors on either side hold 95 %
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Times of all ranks, equal on all of them, and facts about this rank's device."""
+    """The times of all ranks, equal on every rank, and facts about this rank's device."""
 
     probes: tuple[Probe, ...]
     seconds: Floats  # (rounds, N, P)
@@ -86,8 +86,8 @@ def measure(
 ) -> Measured:
     """Time all probes on the ranks of the default group, which must have equal options.
 
-    Collectives: a comparison of options; then the probes in two rounds to warm up, and in each
-    round that counts.
+    Collectives: a comparison of options, then the probes in two warm-up rounds and in each round
+    that counts.
     """
     group = member_of(resolve(None), "calibrate")
     error, probes = None, list[Probe]()
@@ -127,7 +127,7 @@ def _dtype(options: CalibrateOptions, device: torch.device) -> torch.dtype:
 
 
 def check_block(options: CalibrateOptions, device: torch.device) -> None:
-    """Refuse a block that cannot be made, or has no kernel, before ranks are started."""
+    """Refuse a block that cannot be made or has no kernel, before ranks start."""
     if options.module is not None:
         check_name(options.module)
         return
@@ -260,7 +260,7 @@ def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device)
 
 
 def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile:
-    """Make a hardware profile of what was measured, and of the base for the rest."""
+    """Make a hardware profile from the measurements; other numbers come from the base."""
     fits, overheads = _fits(measured), _overheads(measured)
     numbers = _numbers(measured, fits, overheads)
     calibration = Calibration(
@@ -288,7 +288,7 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
 
 
 def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) -> list[str]:
-    """Explain which curves miss held-out points by more than `limit`, or give no rate."""
+    """Name the curves that miss held-out points by more than `limit`, or give no rate."""
     assert profile.calibration is not None
     sentences: list[str] = []
     for fit in profile.calibration.fits:
@@ -334,8 +334,8 @@ def _fit(name: str, places: list[int], measured: Measured) -> Fit:
 def undisturbed(times: Floats) -> tuple[Floats, Floats]:
     """Return (n,) lower quartiles of (rounds, n) times, and relative errors by bootstrap.
 
-    Of 18 rounds of messages on two busy cores, held-out sizes were missed by 8.8 % with least
-    times, 8.1 % with medians, and 4.8 % with quartiles (median of 480 fits).
+    In 18 rounds of messages on two busy cores, fits missed held-out sizes by 8.8 % with the least
+    times, 8.1 % with medians, and 4.8 % with lower quartiles (median of 480 fits).
     """
     drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
     again = np.quantile(times[drawn], _QUARTILE, axis=1)

@@ -23,11 +23,11 @@ BY_DEVICE: dict[str, dict[str, Any]] = {  # defaults of options by device type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions(Outputs, RankOptions):
-    """Measure this machine, and save a profile that predictions are made from.
+    """Measure this machine, and save a profile that other commands predict from.
 
-    calibrate starts local ranks; one rank alone measures no wires. In a job, start it with
-    torchrun. It exits with 0 if it saved a profile, with 1 if a curve misses its held-out points by
-    more than --limit or a rank failed, and with 2 if an option is wrong.
+    calibrate starts local ranks; a single rank measures no links. In a job, start it with torchrun.
+    It exits with 0 if it saved a profile, with 1 if a curve misses its held-out points by more than
+    --limit or a rank failed, and with 2 if an option is wrong.
 
     Attributes:
         out: File for the profile, as JSON.
@@ -37,8 +37,8 @@ class CalibrateOptions(Outputs, RankOptions):
             default, calibrate measures the blocks of the packed MM-DiT.
         lengths: Shortest and longest sequence, in tokens. By default 256:32768 on GPUs and 64:4096
             on CPUs.
-        points: Lengths to measure, spread evenly in their logarithm. Every third one is held out,
-            to check the fitted curve.
+        points: Number of lengths to measure, spaced evenly in their logarithm. Every third length
+            is held out, to check the fitted curve.
         mib: Size of the largest message, in MiB.
         rounds: Rounds to measure. The lower quartile of each time counts.
         d_model: Width of the block, from which its FLOPs are counted. By default 3072 on GPUs and
@@ -75,12 +75,12 @@ class CalibrateOptions(Outputs, RankOptions):
         HardwareProfile.load(self.base)
 
     def on(self, device: str, name: str) -> Any:
-        """Return the value of an option, by default that of the device type."""
+        """Return the value of an option; its default depends on the device type."""
         value = getattr(self, name)
         return BY_DEVICE[device][name] if value is None else value
 
     def seq_lens(self, device: str) -> list[int]:
-        """Return the ascending lengths that are timed, in tokens."""
+        """Return the lengths to time, in tokens, ascending."""
         text = self.on(device, "lengths")
         match = _RANGE.fullmatch(text)
         if match is None:
@@ -99,12 +99,12 @@ class CalibrateOptions(Outputs, RankOptions):
         return lens.tolist()
 
     def message_bytes(self) -> list[int]:
-        """Return the ascending sizes of the messages that are timed, in bytes."""
+        """Return the sizes of the messages to time, in bytes, ascending."""
         return np.geomspace(2**12, self.mib * 2**20, self.points).round().astype(int).tolist()
 
     @property
     def settings(self) -> dict[str, str]:
-        """Options that must be the same on all ranks, so that they make the same calls."""
+        """The options that must be the same on all ranks, so that ranks make the same calls."""
         local = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
         names = [name for name in self.__dataclass_fields__ if name not in local]
         return {flag(name): str(getattr(self, name)) for name in names}

@@ -1,4 +1,4 @@
-"""Time calls on all ranks, in rounds, so that a short disturbance affects one of many."""
+"""Time calls on all ranks, in many rounds, so that a short disturbance affects only one round."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ Moment = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """A call to time; all ranks call it, also those that take no part in its exchange."""
+    """A call to time. All ranks make it, even ranks without a part in its exchange."""
 
     kind: str  # for example "work" or "collective"
     name: str  # in reports
@@ -57,7 +57,7 @@ def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) 
 
 
 def seconds_of(probe: Probe, device: torch.device) -> float:
-    """Return the seconds of a probe on this rank, in the mean of its runs in a row."""
+    """Return the mean seconds of a probe on this rank, over its runs in a row."""
     runs = [probe.run] * probe.in_a_row
     if probe.prepare is not None:
         runs = [probe.prepare() for _ in runs]
@@ -75,7 +75,7 @@ def now(device: torch.device) -> float:
 
 
 def moment(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Moment:
-    """Return this moment by a clock; on a GPU an event of the stream, without a wait."""
+    """Return the time by a clock; on a GPU, record an event in the stream, without waiting."""
     if device.type != "cuda":
         return clock()
     event = torch.cuda.Event(enable_timing=True)
@@ -84,7 +84,7 @@ def moment(device: torch.device, clock: Callable[[], float] = time.perf_counter)
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two moments; wait for the events of a GPU."""
+    """Return the seconds between two moments; on a GPU, wait for the events."""
     if isinstance(end, torch.cuda.Event):
         end.synchronize()
         return start.elapsed_time(end) / 1e3
@@ -92,7 +92,7 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
-    """Make probes of bascule's collectives; bytes to send are the bus bytes of nccl-tests."""
+    """Make probes of bascule's collectives; they count bytes as nccl-tests counts bus bytes."""
     share = -(-size // (group.size * _ITEM_BYTES))  # items of a rank's part
     size = share * group.size * _ITEM_BYTES
     sent = torch.ones(group.size * share, device=where)
@@ -123,7 +123,7 @@ def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]
 
 
 def in_a_row(size: int) -> int:
-    """Return how many messages of a size one measurement has."""
+    """Return how many messages of a size one measurement sends."""
     return max(2, min(MOST_IN_A_ROW, 2**20 // size))
 
 

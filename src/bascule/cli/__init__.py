@@ -1,4 +1,4 @@
-"""The command line: imports the module of the command alone, runs it, and reports errors."""
+"""The command line: import only the module of the given command, run it, and report errors."""
 
 import importlib
 import os
@@ -10,11 +10,11 @@ from difflib import get_close_matches
 from typing import Any
 
 COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` takes the options
-    "inspect": "Show how the table of a data set is understood.",
+    "inspect": "Show how bascule reads the table of a data set.",
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
     "simulate": "Predict training steps, balanced and as they are today.",
-    "simulate-requests": "Simulate what bascule serve would reach.",
+    "simulate-requests": "Predict how fast bascule serve would finish requests.",
     "sparse": "Show how uneven block-sparse attention is on a mesh.",
     "trace": "Read the traces that torch.profiler wrote, one per rank.",
     "bench": "Train on the same batches without and with balancing.",
@@ -77,7 +77,7 @@ def _run(arguments: list[str]) -> int | None:
 
 
 def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
-    """Return the function of a command, and its options; ConfigError if these are malformed."""
+    """Return a command's function and its options; ConfigError if an option is malformed."""
     from bascule.cli.parser import read_options
 
     module = importlib.import_module(f"bascule.cli.{arguments[0].replace('-', '_')}")

@@ -70,7 +70,7 @@ def _backups(*paths: Path) -> list[Path]:
 def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report:
     """Report training without and with balancing, from summary.json and the rows of steps.jsonl.
 
-    The fastest of several topologies is compared with training without; a table has all of them.
+    Of several topologies, the answer compares the fastest with training without; a table lists all.
     """
     setting, before, after = summary["setting"], *(summary[arm] for arm in _ARMS)
     best, topologies = setting["topology"], summary["topologies"]

@@ -22,7 +22,7 @@ _WARM_UP_ROUNDS = 2
 
 
 def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
-    """Measure and save; return 1 if the profile was too bad for that."""
+    """Measure, and save the profile; return 1 if its errors are too large to save it."""
     from bascule.cli.command import on_ranks, progress, publish, saved
 
     def measure(device: "torch.device") -> dict[str, Any]:
@@ -58,7 +58,7 @@ def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
 
 
 def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
-    """Report measured and predicted curves of blocks and messages, and why they were `refused`."""
+    """Report measured and predicted times of blocks and messages; `refused`: why none is saved."""
     calibration = profile.calibration
     assert calibration is not None
     base = [name for name in profile.numbers if name not in calibration.measured]

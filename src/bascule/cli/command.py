@@ -1,8 +1,8 @@
 """The skeleton of all commands: checked options in, one report out.
 
 A module `bascule.cli.NAME` has `run(options, arguments)`, which returns the exit status. `main`
-parses and checks the options by their type. `publish` writes the command's report; `on_ranks` runs
-it on ranks. `progress` is the bar, `waiting` the spinner, `saved` names the written files.
+parses the options, and checks them by their types. `publish` writes the report; `on_ranks` runs
+work on ranks. `progress` shows a bar, `waiting` a spinner; `saved` prints names of written files.
 """
 
 import json
@@ -70,10 +70,10 @@ def on_ranks(
     finish: Callable[[Any], int | None],
     prepare: Callable[[int], None] | None = None,
 ) -> int | None:
-    """Run `work` on every rank, of a job or launched here; return the exit status of `finish`.
+    """Run `work` on all ranks of this job, or on ranks launched here; return `finish`'s status.
 
     `prepare` gets the number of ranks before they start. `finish` gets rank 0's result, which must
-    be JSON, in the process of the user's command: the launcher, or rank 0 of a job.
+    be JSON. It runs in the process of the user's command: the launcher, or rank 0 of a job.
     """
     from bascule.cli import launch
 
@@ -102,13 +102,13 @@ def on_ranks(
 
 
 def waiting(task: str) -> Status:
-    """Show a spinner on standard error within the `with`."""
+    """Show a spinner on standard error while the `with` block runs."""
     return Console(stderr=True).status(task)
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Mute bascule's log in the launcher: rank 0 logs the same again."""
+    """Mute bascule's log in the launcher, because rank 0 logs the same messages."""
     logger = logging.getLogger("bascule")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -34,7 +34,7 @@ def run(options: DoctorOptions, arguments: list[str]) -> int | None:
 
 
 def report_of(report: dict[str, Any]) -> Report:
-    """Report a check-up of ranks; the slow ranks and links stand first."""
+    """Report the checks of ranks and links, the slow ones first."""
     first, findings = report["ranks"][0], report["findings"]
     ranks = sorted(
         report["ranks"], key=lambda row: -max(x["times_median"] for x in row["work"].values())

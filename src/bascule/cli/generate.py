@@ -42,7 +42,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
     try:
         on_ranks(options, arguments, generate, finish, lambda _: logger.setLevel(logging.CRITICAL))
     except CommError as error:
-        rest = f"what is done is in {options.out}, and the same command makes the rest"
+        rest = f"finished outputs are in {options.out}, and the same command makes the others"
         raise CommError(f"{error}; {rest}") from error
 
 

@@ -49,13 +49,13 @@ class InputOptions(ManifestOptions):
         file: File of lengths: one line for each rank, or JSON.
         batch_size: Samples per rank and step of --manifest; the default is 4.
         data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
-        ranks: Number of ranks; the default is the number in the lengths, topology or cluster.
-        d_model: Model width; the default is the width of --model.
-        gamma: Cost of a FLOP of attention, relative to other FLOPs; the profile has the default.
-        num_layers: Blocks of the model; --model has the default.
-        num_heads: Heads of keys and values; --model has the default unless --d-model is given.
+        ranks: Number of ranks. Default: as many as the lengths, topology or data codes describe.
+        d_model: Model width. Default: the width of --model.
+        gamma: Time of an attention FLOP over the time of another FLOP. Default: the profile's.
+        num_layers: Number of blocks of the model. Default: as --model has.
+        num_heads: Number of key-value heads. Default: as --model has, unless --d-model is given.
         seed: Random seed of --data and of the sample order of --manifest.
-        step: First step to take of --data or --manifest.
+        step: First step to read from --data or --manifest.
     """
 
     lengths: Annotated[str | None, Group("Data")] = None
@@ -102,14 +102,14 @@ class InputOptions(ManifestOptions):
         return lines
 
     def check_steps(self, **counts: int | None) -> None:
-        """Refuse a count above 1, named as its option, of batches of a source with one batch."""
+        """Refuse counts above 1 (by option name) if the source has only one batch."""
         reason = "only --data and --manifest have more than one batch"
         for name, value in counts.items():
             if value is not None and value > 1 and not self.has_steps:
                 raise ConfigError(f"--{name} {value}: {reason}")
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
-        """Read the batch `steps_after` steps after --step: one list of lengths a source rank."""
+        """Read the batch `steps_after` steps after --step: one list of lengths per source rank."""
         num_ranks = default_ranks if self.ranks is None else self.ranks
         if self.has_steps:
             return seq_lens(self.read_shapes(num_ranks, steps_after=steps_after))
@@ -123,7 +123,7 @@ class InputOptions(ManifestOptions):
     def read_shapes(
         self, num_ranks: int | None = None, *, steps_after: int = 0
     ) -> list[list[SampleShape]]:
-        """Read a batch of --manifest or --data: samples of each source rank, texts and images."""
+        """Read a batch of --manifest or --data: each source rank's samples, by token counts."""
         self._check_source()
         step = self.step + steps_after
         if self.data is not None:
@@ -137,7 +137,7 @@ class InputOptions(ManifestOptions):
         return deal(self._draw(num_ranks, step), num_ranks)
 
     def epoch_batches(self, num_ranks: int) -> int | None:
-        """Return the batches of an epoch of --manifest; None for other sources."""
+        """Return how many batches an epoch of --manifest has; None for other sources."""
         if self.manifest is None:
             return None
         return max(len(self._manifest) // self._step_size(num_ranks), 1)
@@ -158,11 +158,11 @@ class InputOptions(ManifestOptions):
         size, num_samples = (self.batch_size or _DEFAULT_BATCH) * num_ranks, len(self._manifest)
         if self.batch_size is not None and size > num_samples:
             option = f"--batch-size {self.batch_size} on {num_ranks} ranks"
-            few = f"takes {size} samples a step, and {self.manifest} has {num_samples}"
+            few = f"needs {size} samples per step, and {self.manifest} has {num_samples}"
             raise ConfigError(f"{option} {few}: use a smaller one")
         if size > MAX_SEQUENCES:
-            limit = f"more than can be planned for, {MAX_SEQUENCES}"
-            raise ConfigError(f"{size} samples a step are {limit}: use a smaller --batch-size")
+            limit = f"at most {MAX_SEQUENCES} can be planned"
+            raise ConfigError(f"{size} samples per step, {limit}: use a smaller --batch-size")
         return min(size, num_samples)
 
     def _draw(self, num_ranks: int, step: int) -> list[SampleShape]:
@@ -229,12 +229,12 @@ class ClusterOptions(MachineOptions):
             return limits
         memory_bytes = self.hardware().memory_bytes
         if memory_bytes is None:
-            raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
+            raise ConfigError(f"--kb-per-token: {self.profile} has no memory: give --memory-gb")
         bytes_per_token = rate("--kb-per-token", self.kb_per_token) * 1e3
         if bytes_per_token > int(memory_bytes):
-            memory = f"a rank has {memory_bytes / 1e3:g} KB of memory, which hold no token"
+            memory = f"a rank has {memory_bytes / 1e3:g} KB of memory, too little for one token"
             what = f"--kb-per-token {self.kb_per_token:g}: {memory}"
-            raise ConfigError(f"{what}: give a smaller number, or --memory-gb")
+            raise ConfigError(f"{what}: give a smaller number, or a larger --memory-gb")
         limits = Limits(tokens=self.max_tokens, num_bytes=int(memory_bytes))
         return in_tokens(limits, TransformerCost(bytes_per_token=bytes_per_token), None)
 
@@ -244,7 +244,7 @@ class ClusterOptions(MachineOptions):
         if per_node is None:
             per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
         if per_node < 1 or num_ranks % per_node:
-            raise ConfigError(f"--ranks-per-node {per_node}: {num_ranks} ranks fill no whole nodes")
+            raise ConfigError(f"--ranks-per-node {per_node}: give a divisor of {num_ranks} ranks")
         return self.hardware().cluster(num_ranks // per_node, per_node)
 
 
@@ -252,7 +252,7 @@ class BatchOptions(ClusterOptions, InputOptions):
     """Batches, and the machines that they are planned for."""
 
     def notes(self, *, is_priced: bool = True) -> list[str]:
-        """Return sentences that say for which model, machine and batch numbers are predicted."""
+        """Return sentences that name the model, machine and batch of the predictions."""
         machine = self.hardware()
         notes = [
             f"Model: {self.cost.shape}.",
@@ -277,6 +277,6 @@ def _parse_lengths(text: str, num_ranks: int | None) -> list[list[int]]:
         advice = "write whole numbers, commas between sequences and / between ranks"
         raise ConfigError(f"--lengths {shown(text)}: {shown(wrong[0])} is not a length; {advice}")
     if num_ranks is not None and num_ranks < len(ranks):
-        raise ConfigError(f"--lengths lists {len(ranks)} ranks, --ranks says {num_ranks}")
+        raise ConfigError(f"--ranks {num_ranks}: --lengths lists {len(ranks)} ranks; give as many")
     lens = [[int(term) for term in terms if term] for terms in ranks]
     return lens + [[]] * ((num_ranks or 0) - len(lens))

@@ -21,12 +21,12 @@ _NUM_BINS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(Outputs, ManifestOptions):
-    """Show how the table of a data set is understood, and how long its samples are.
+    """Show how bascule reads the table of a data set, and how long its samples are.
 
-    Other commands take the same options, and plan, simulate or train with what is shown here.
+    Other commands accept the same options, and plan, simulate or train with these lengths.
 
     Attributes:
-        table: Table of your samples; other commands take it by --manifest.
+        table: Table of your samples, which other commands read with --manifest.
     """
 
     table: Annotated[Path | None, POSITIONAL, Group("Table")] = None
@@ -45,7 +45,7 @@ def run(options: InspectOptions, arguments: list[str]) -> None:
 
 
 def report_of(manifest: "Manifest") -> Report:
-    """Report the lengths of a data set, and how its table was understood."""
+    """Report the lengths of a data set, and how bascule read its table."""
     lens = manifest.lens
     edges = np.geomspace(max(lens.min(), 1), lens.max() + 1, _NUM_BINS + 1).round().astype(int)
     edges = np.unique([lens.min(), *edges[1:]])

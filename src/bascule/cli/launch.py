@@ -1,4 +1,4 @@
-"""Local ranks, launched by torch's own launcher; or this process as a rank of a running job."""
+"""Launch local ranks by torch's launcher, or join a running job as one of its ranks."""
 
 import logging
 import os
@@ -42,10 +42,10 @@ def device_type() -> str:
 
 
 def num_ranks_here(num_ranks: int | None) -> int:
-    """Return how many ranks to launch: by default one a GPU, else one a core, two at least."""
+    """Return how many ranks to launch: one per GPU; without GPUs one per core, at least two."""
     num_gpus = torch.cuda.device_count()
     if num_gpus and num_ranks is not None and num_ranks > num_gpus:
-        raise ConfigError(f"--ranks {num_ranks}: give at most {num_gpus}, one a GPU of this host")
+        raise ConfigError(f"--ranks {num_ranks}: give at most {num_gpus}, one per GPU of this host")
     return num_ranks or num_gpus or max(2, _num_cores())
 
 
@@ -61,7 +61,7 @@ def _num_cores() -> int:
 def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
     """Run `python -m bascule.cli ARGUMENTS` in local ranks; return the result of rank 0.
 
-    The ranks meet over loopback alone, as torch's store asks no password.
+    The ranks connect over loopback only, because torch's store asks for no password.
     """
     print(f"starting {num_ranks} ranks ..", file=sys.stderr, flush=True)
     # Unset, torchrun would choose 1 and warn.
@@ -113,7 +113,7 @@ def hand_over(result: str) -> bool:
 
 @contextmanager
 def joined(timeout_s: float) -> Iterator[torch.device]:
-    """Join the job of RANK and WORLD_SIZE; yield this rank's device."""
+    """Join the job that RANK and WORLD_SIZE describe; yield this rank's device."""
     for name in _FOREIGN:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("bascule").setLevel("INFO" if os.environ["RANK"] == "0" else "WARNING")
@@ -131,7 +131,7 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
     except dist.DistError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         what = f"the ranks of this job did not meet within {timeout_s:g} s: {reason}"
-        advice = "see that all of them start, or give a longer --timeout-s"
+        advice = "check that all of them start, or give a longer --timeout-s"
         raise CommError(f"{what}: {advice}") from error
     try:
         yield device
@@ -155,7 +155,7 @@ def _on_stops(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def stopping_quietly() -> AbstractContextManager[None]:
-    """Exit at once on SIGINT or SIGTERM, without a traceback, within the `with`."""
+    """Within the `with` block, exit on SIGINT or SIGTERM at once and without a traceback."""
     return _on_stops(lambda *_: os._exit(130))
 
 
@@ -180,7 +180,7 @@ def forwarding_stops() -> Iterator[None]:
 
 @contextmanager
 def stop_asked() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says if this rank must stop: by a signal, or as its launcher ended."""
+    """Yield a function that returns True once this rank got a signal, or its launcher ended."""
     asked, launcher, folder = threading.Event(), os.getppid(), os.environ.get(_PIDS_IN)
     with _on_stops(lambda *_: asked.set()):
         if folder is not None:

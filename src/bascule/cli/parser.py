@@ -1,6 +1,6 @@
-"""Reads the options of a command into their dataclass, and writes `--help`, in groups.
+"""Read the options of a command into their dataclass, and write `--help`, in groups.
 
-The example at its end is the line that the docstring of the command's module begins with.
+`--help` ends with an example: the command that the docstring of the module begins with.
 """
 
 import argparse

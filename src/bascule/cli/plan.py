@@ -32,13 +32,13 @@ class PlanOptions(Outputs, BatchOptions):
     """Plan one batch and show who computes what.
 
     Attributes:
-        topology: The compute bags, such as g1n8+g8n3 or g4r2n1; or auto, which chooses the fastest.
-            By default each rank computes alone, and the answer names a topology that is faster.
+        topology: Bags of ranks that share sequences, such as g1n8+g8n3 or g4r2n1; or auto for the
+            fastest. By default, each rank computes alone, and the answer names a faster topology.
         picture: Draw the step before and after balancing into this SVG file.
-        wires: Give loads in seconds, with communication, in place of FLOPs; auto always does.
-        inter_gbs: Replace the profile's GB per second that a rank sends to other nodes.
-        locality_tolerance: Let the slowest rank take this share longer (0.01 is 1 %), so that more
-            tokens stay where they were loaded; 0 gives up evenness alone.
+        wires: Predict loads in seconds, with communication, not in FLOPs; auto always does so.
+        inter_gbs: GB per second that a rank sends to other nodes. Default: the profile's.
+        locality_tolerance: Let the slowest rank take this share longer (0.01 is 1 %), so that fewer
+            tokens move. With 0 it takes no longer, but the other ranks may be less even.
     """
 
     topology: Annotated[str | None, Group("Plan")] = None
@@ -59,7 +59,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     lens = options.read(None if spec in (None, "auto") else Topology.parse(spec).num_ranks)
     cost, topology = options.cost, spec or f"g1n{len(lens)}"
     if not (is_priced := options.wires or topology == "auto"):
-        refuse(options, _WIRE_OPTIONS, "changes nothing without --wires, which counts seconds")
+        refuse(options, _WIRE_OPTIONS, "changes nothing without --wires, which predicts seconds")
     limits, machines = options.limits, options.machines(len(lens))
     cluster = machines if is_priced else None
     terms = Terms(topology, cost, limits, None, cluster, options.locality_tolerance)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def run(options: ServeOptions, arguments: list[str]) -> None:
-    """Serve on all ranks until a signal; requests that are not done then stay in the spool."""
+    """Serve on all ranks until a signal; unfinished requests stay in the spool."""
     options.check()
     # Before torch loads: its store would log each second without a message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

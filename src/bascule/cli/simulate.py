@@ -19,32 +19,32 @@ _DEFAULT_TRAIN_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(Outputs, MachineOptions, InputOptions):
-    """Predict training steps under topologies, and under what is done today.
+    """Predict training steps with bascule's topologies, and with today's ways of batching.
 
     Attributes:
-        topologies: What to compare; put first what you do now. Give topologies such as g4n2, or
-            auto for the topology that bascule topology would choose; loader, bascule's data loader;
-            none, padded, buckets and packs, today's practice; or "knapsack g4n2", the greedy of the
-            KnapFormer paper.
-        train_steps: Steps of your run, for which GPU-hours are computed. The default is one epoch
-            of --manifest, otherwise 1000.
+        topologies: Ways to train, to compare with the first: topologies, such as g4n2; auto, which
+            chooses as the command bascule topology; loader, which is bascule's data loader; none,
+            padded, buckets or packs, which are today's ways of batching; or "knapsack g4n2", which
+            is the greedy algorithm of the KnapFormer paper.
+        train_steps: Steps of your whole run, to compute its GPU-hours. Default: one epoch of
+            --manifest, otherwise 1000.
         gpu_hour_price: Price of one GPU-hour, to see the savings in money.
         currency: Currency of --gpu-hour-price.
         steps: Steps to simulate. The default is 20 with --data and --manifest; other sources have
             one step.
-        accumulate: Microbatches per step. Rows that do not fit into the memory get more.
+        accumulate: Microbatches per step. Where these do not fit into memory, a row uses more.
         ranks_per_node: Ranks per node. The default is at most 8.
         inter_gbs: GB per second that a rank sends to other nodes. The default is the profile's.
         params_b: Parameters of the model, in billions. The default is computed from width and
             layers.
         kb_per_token: KB of activations per token, over all layers. The default is computed for
             checkpointed blocks.
-        shard_ranks: Ranks that share the parameters. The default is the ranks of a node.
+        shard_ranks: Ranks over which parameters are sharded. The default is the ranks of a node.
         text_encoder_us: Microseconds of the text encoder per text token. Each row is then simulated
             twice: encoders run where samples were loaded, or ("+ encoders") evenly on all ranks.
             Only for --data and --manifest.
-        vae_us: Microseconds of the VAE per image token; otherwise as --text-encoder-us.
-        traces: Folder in which the steps are written as traces, one folder for each row. Perfetto,
+        vae_us: Microseconds of the VAE per image token; simulated like --text-encoder-us.
+        traces: Folder for traces of the simulated steps, with one subfolder per row. Perfetto,
             HolisticTraceAnalysis and bascule trace read them.
     """
 
@@ -65,7 +65,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
 
     @property
     def stages(self) -> "tuple[EncoderStage, ...]":
-        """Encoders before the model, under the names that `bascule bench` uses."""
+        """Encoders that run before the model, by the names that `bascule bench` uses."""
         from bascule.sim.seconds import EncoderStage
 
         text, image = self.text_encoder_us, self.vae_us
@@ -76,7 +76,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
 
 
 def run(options: SimulateOptions, arguments: list[str]) -> None:
-    """Simulate each topology, with encoders also in balance, and publish what each takes."""
+    """Simulate each topology, and again with balanced encoders; publish the predicted times."""
     from bascule.cli.command import publish, saved, waiting
     from bascule.sim.seconds import Sharding, SimulationOptions
     from bascule.sim.simulation import segments_of, simulate

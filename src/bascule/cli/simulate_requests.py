@@ -41,27 +41,27 @@ _RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateRequestsOptions(Outputs, MachineOptions):
-    """Simulate what bascule serve would reach, and whether another policy would be better.
+    """Predict how fast bascule serve would finish requests, and whether another policy is better.
 
     Attributes:
-        arrivals: File of requests, a JSON object per line: width, height, steps, and maybe frames,
-            arrival_s, deadline_s (seconds after its arrival) and kind.
+        arrivals: File of requests, one JSON object per line: width, height and steps; optionally
+            frames, arrival_s, deadline_s (in seconds after the arrival) and kind.
         mix: Draw requests of these sizes, steps and shares: 1024x1024@25=0.6 832x480x49@50.
-        model: Model that predicts the seconds of a step: flux.1, wan2.1, ltx2, ..
-        deadline: Requests of --mix are due after so many times their seconds on one GPU.
+        model: Model whose step times are predicted: flux.1, wan2.1, ltx2, ..
+        deadline: Deadline of --mix, as a multiple of a request's time on one GPU. Default: none.
         requests: Number of requests of --mix. Default: 500.
         passes: Forward passes of a step: 2 with guidance.
-        slo: Multiply all deadlines by this.
-        within: Requests without a deadline count as on time within so many times their seconds on
-            the fewest GPUs. Policies do not know of it.
+        slo: Multiply all deadlines by this factor.
+        within: A request without a deadline counts as on time within this multiple of its time on
+            the fewest GPUs. Policies ignore this option.
         ranks: Number of GPUs.
         policies: Policies to compare with the server's: fifo, sjf (the shortest first) and srtf
-            (the shortest rest), on one GPU or, as sjf:4, on four; greedy (the earliest deadline,
-            on the fastest GPUs); balanced.
-        loads: Loads to simulate: shares of what the GPUs could do at the cheapest degrees.
-        rates: Requests per second instead of --loads; for --arrivals, how many times as fast.
+            (the shortest remaining time), on one GPU or, as sjf:4, on four; greedy (the earliest
+            deadline, on the fastest GPUs); balanced.
+        loads: Loads to simulate; 1 keeps all GPUs busy if each request uses its cheapest degree.
+        rates: Requests per second instead of --loads; for --arrivals, the speed-up of the arrivals.
         degrees: Numbers of GPUs that a request may run on. Default: all.
-        move_ms: Milliseconds that a request loses when it goes on with other GPUs.
+        move_ms: Milliseconds that a request loses when it moves to other GPUs.
         seeds: Number of random draws at each load.
     """
 
@@ -82,7 +82,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     seeds: Annotated[int, Range(1, 1000)] = 3
 
     def read(self) -> "Workload":
-        """Return the workload of --arrivals or --mix, on allowed degrees alone."""
+        """Return the workload of --arrivals or --mix, restricted to the allowed degrees."""
         from bascule.workload.requests import Recorded, Sizes, predicted
 
         if (self.arrivals is None) != bool(self.mix):
@@ -95,7 +95,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
             requests = [*map(self._restrict, mix.kinds)]
             workload = replace(mix, kinds=requests)
         else:
-            refuse(self, ("deadline",), "only for --mix; others have deadlines of their own")
+            refuse(self, ("deadline",), "only for --mix; --arrivals has a deadline per request")
             refuse(self, ("requests",), "--arrivals lists all requests; leave it out")
             requests = [*map(self._restrict, sizes.read(self.arrivals).requests)]
             workload = Recorded(requests)
@@ -111,20 +111,20 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
         step_s = request.step_s
         degrees = [d for d in step_s if d in (self.degrees or (d,)) and d <= self.ranks]
         if not degrees:
-            legal = f"runs on {', '.join(map(str, step_s))} ranks, and there are {self.ranks}"
+            legal = f"can run on {', '.join(map(str, step_s))} ranks; --ranks is {self.ranks}"
             raise ConfigError(f"--degrees {' '.join(map(str, self.degrees))}: a request {legal}")
         return replace(request, step_s={degree: step_s[degree] for degree in degrees})
 
 
 def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
-    """Simulate, and publish what each policy reaches."""
+    """Simulate each policy, and publish its latencies and the deadlines that it keeps."""
     from bascule.cli.command import publish, waiting
     from bascule.sim.requests import compare
 
     workload = options.read()
     name, loads = ("--rates", options.rates) if options.rates else ("--loads", options.loads)
     if options.rates:
-        refuse(options, ("loads",), "--rates takes its place; give one of them")
+        refuse(options, ("loads",), "--rates replaces it; give one of them")
     if not loads:
         raise ConfigError("--loads: give one at least, such as --loads 0.8")
     for load in loads:
@@ -149,7 +149,7 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
 
 
 def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> Report:
-    """Report what the server reaches, and what other policies change; axis: "load" or "rate"."""
+    """Report the server's figures, and how other policies change them; axis: "load" or "rate"."""
     from bascule.sim.requests import BOUND
 
     loads = list(dict.fromkeys(row.load for row in rows))

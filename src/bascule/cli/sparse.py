@@ -1,4 +1,4 @@
-"""`bascule sparse --model wan2.1 --ranks 8 --layers 2`: a mesh (2, 4) is U4R2 here."""
+"""`bascule sparse --model wan2.1 --ranks 8 --layers 2`: a (ring, Ulysses) mesh (2, 4) is U4R2."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,16 +26,16 @@ _SHOWN_BLOCKS = 96  # query blocks of the figure at first; more are thinner than
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptions(Outputs, MachineOptions):
-    """Show how uneven block-sparse attention is on a mesh, and what each way of planning gains.
+    """Show how uneven block-sparse attention is on a mesh, and how much each way to plan gains.
 
-    Masks come from a file, or are drawn at random like those of a video model.
+    Masks are read from a file, or drawn at random to resemble a video model's masks.
 
     Attributes:
-        masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz. Axes of layers, or of
-            steps and layers, may stand before.
+        masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz. Dimensions (layers,)
+            or (steps, layers) may precede these three.
         model: Draw synthetic masks of this model instead: wan2.1 or cogvideox1.5.
-        ranks: Number of ranks. Without degrees, the command compares all meshes that the heads
-            allow.
+        ranks: Number of ranks. Without --ulysses and --ring, the command compares all meshes that
+            the number of heads allows.
         ulysses: Ulysses degree: the number of ranks that share the heads.
         ring: Ring degree: the number of ranks that pass keys and values around.
         layers: Number of layers to plan. Default: all of a file, 1 of a model.
@@ -43,11 +43,11 @@ class SparseOptions(Outputs, MachineOptions):
         density: Share of the blocks that synthetic masks compute. Default: 0.41.
         seed: Random seed of synthetic masks.
         block: Number of tokens in a block.
-        head_dim: Number of values in a head.
-        itemsize: Number of bytes in a value, as it travels.
-        target: Slowest rank over mean rank at which minimal_move stops moving blocks.
-        tolerance: A plan is reused while slowest rank over mean rank is at most 1 + tolerance.
-        head: Number of the head whose mask the page shows.
+        head_dim: Head dimension.
+        itemsize: Number of bytes per value that ranks send.
+        target: Imbalance (work of the slowest rank over the mean) at which minimal_move stops.
+        tolerance: Plans are reused while their imbalance is at most 1 + tolerance.
+        head: Index of the head whose mask the page of --report shows.
     """
 
     masks: Annotated[Path | None, Group("Masks")] = None
@@ -68,7 +68,7 @@ class SparseOptions(Outputs, MachineOptions):
 
     @property
     def meshes(self) -> tuple[Degrees, ...]:
-        """Meshes to compare, (ring, Ulysses) degrees; the largest Ulysses degree first."""
+        """Meshes to compare, as (ring, Ulysses) degrees; the largest Ulysses degree first."""
         if self.ranks is None:
             if self.ulysses is None and self.ring is None:
                 raise ConfigError("give --ulysses and --ring, or --ranks to compare all meshes")
@@ -80,7 +80,7 @@ class SparseOptions(Outputs, MachineOptions):
             words = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
             products = ", ".join(f"{ring} x {ulysses}" for ring, ulysses in legal)
             what = f"{words} and --ranks {self.ranks}"
-            raise ConfigError(f"{what}: the ranks are ring x Ulysses, one of {products}")
+            raise ConfigError(f"{what}: ring x Ulysses must be the ranks; give one of {products}")
         return tuple(fitting)
 
 
@@ -104,7 +104,7 @@ class _Source:
 
 
 def run(options: SparseOptions, arguments: list[str]) -> None:
-    """Plan in all ways, and publish the comparison."""
+    """Plan in each way, and publish the comparison."""
     from bascule.cli.command import progress, publish
     from bascule.plan.sparse import check_degrees
     from bascule.plan.sparse.planner import REWARD
@@ -116,14 +116,14 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         raise ConfigError(f"give one of --masks and --model, not {number}")
     source = _synthetic(options) if options.masks is None else _of_file(options, options.masks)
     if not 0 <= options.head < source.num_heads:
-        raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
+        raise ConfigError(f"--head {options.head}: give a head from 0 to {source.num_heads - 1}")
     if options.report is None:
-        refuse(options, ("head",), "drawn on the page alone; give --report, too")
+        refuse(options, ("head",), "only the page of --report shows a head; give --report, too")
     fitting = tuple(mesh for mesh in meshes if mesh[1] <= source.num_heads)
     if not fitting:
         what = f"{source.name}: {source.num_heads} heads for {meshes[-1][1]} Ulysses ranks"
         advice = f"use --ulysses {source.num_heads} at most, and --ring"
-        raise ConfigError(f"{what}, which take one each at least: {advice}")
+        raise ConfigError(f"{what}, which need at least one each: {advice}")
     for mesh in fitting:
         check_degrees(*mesh)
     rules = options.head_dim, options.itemsize, options.target, REWARD, options.tolerance
@@ -134,18 +134,18 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
 
 
 def _of_file(options: SparseOptions, path: Path) -> _Source:
-    refuse(options, ("density", "seed"), "only for --model; masks are as given")
+    refuse(options, ("density", "seed"), "only for --model; --masks has the masks")
     masks = load_masks(path)
     num_steps, num_layers, num_heads = masks.shape[:3]
     for name, size in (("steps", num_steps), ("layers", num_layers)):
         if (getattr(options, name) or 0) > size:
-            raise ConfigError(f"{flag(name)} {getattr(options, name)}: {path} has {size}")
+            raise ConfigError(f"{flag(name)} {getattr(options, name)}: {path} has only {size}")
 
     def of_layer(layer: int, step: int) -> Bools:
         mask = masks[step, layer]
         if not mask.any():
-            what = f"{path}: nothing is computed in step {step} of layer {layer}"
-            advice = "look at fewer --steps or --layers, or save ~masks if they say what is hidden"
+            what = f"{path}: the mask of layer {layer} in step {step} computes no block"
+            advice = "plan fewer --steps or --layers, or save ~masks if your True means hidden"
             raise ConfigError(f"{what}: {advice}")
         return mask
 
@@ -158,7 +158,7 @@ def _synthetic(options: SparseOptions) -> _Source:
     models = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
     model = models.get(options.model or "")
     if model is None:
-        raise ConfigError(f"--model {options.model!r}: there are {' and '.join(models)}")
+        raise ConfigError(f"--model {options.model!r}: give {' or '.join(models)}")
     density = model.density if options.density is None else options.density
     drawn = replace(model, density=density, block=options.block)
     return _Source(
@@ -173,7 +173,7 @@ def _synthetic(options: SparseOptions) -> _Source:
 
 
 def report_of(study: "Study", head: int, notes: Sequence[str]) -> Report:
-    """Report block masks on meshes by way of planning, and draw the mask of a head."""
+    """Report each way of planning on each mesh, and draw the mask of a head."""
     from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, mesh_name
 
     setting, num_steps, best = study.setting, len(study.runs[0].choices), study.best

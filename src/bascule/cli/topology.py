@@ -31,9 +31,9 @@ class TopologyOptions(Outputs, BatchOptions):
     """Rank the topologies of a cluster for a stream of batches.
 
     Attributes:
-        steps: Rank for this many batches of --data or --manifest; by default for up to 20.
-        rows: Print this many topologies.
-        passes: Predict a training step, which recomputes or does not, or a forward pass alone.
+        steps: Number of batches of --data or --manifest to rank for. Default: up to 20.
+        rows: Number of topologies to print.
+        passes: Predict a training step with or without recompute, or only a forward pass.
     """
 
     steps: Annotated[int | None, Range(1), Group("Ranking")] = None
@@ -86,7 +86,7 @@ def _moving_seconds(plan: "Plan", cost: TransformerCost, cluster: Cluster) -> fl
 def report_of(
     options: TopologyOptions, ranking: "TopologyRanking", plans: "list[Plan]", cluster: Cluster
 ) -> Report:
-    """Report a ranking with reasons, beside the batches as loaded; `plans` are on the first."""
+    """Report a ranking with reasons, and the unbalanced batches; `plans` use the first topology."""
     cost = options.cost
     moving_s = float(np.mean([_moving_seconds(plan, cost, cluster) for plan in plans]))
     loaded = [plan.unbalanced_loads(cost, cluster) for plan in plans]

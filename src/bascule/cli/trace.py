@@ -22,14 +22,14 @@ _MAX_BARS = 64  # ranks of a chart
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions(Outputs):
-    """Read the traces that torch.profiler wrote in any trainer, one file a rank.
+    """Read the traces that torch.profiler wrote in any trainer, one file per rank.
 
     Attributes:
         folder: A folder of .json, .json.gz or .json.zst files, or of such folders; or one file.
-        lens: Read the lengths from this JSONL file, if the traces do not have them. Its rows are
-            such as {"step": 3, "rank": 0, "lens": [512, 64]}.
-        topology: Balance on these compute bags, such as g2n1; by default each rank is alone.
-        out: Write the steps with one clock here, for Perfetto and HolisticTraceAnalysis.
+        lens: JSONL file of lengths, for traces that do not have them. Each row looks like
+            {"step": 3, "rank": 0, "lens": [512, 64]}.
+        topology: Bags of ranks for balancing, such as g2n1. By default, each rank is its own bag.
+        out: Write the steps here, aligned to one clock, for Perfetto and HolisticTraceAnalysis.
     """
 
     folder: Annotated[Path, POSITIONAL, Group("Traces")]
@@ -48,7 +48,7 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
 
     source = options.folder if options.folder.is_dir() else options.folder.parent
     if options.out is not None and options.out.resolve() == source.resolve():
-        reason = "the traces are read from there, and would be written over"
+        reason = "the traces are read from there, and would be overwritten"
         raise ConfigError(f"--out {options.out}: {reason}; give another folder")
     traces, notes = read_traces(options.folder)
     parts = step_parts(traces, notes)

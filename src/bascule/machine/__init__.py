@@ -1,1 +1,1 @@
-"""What work takes on a machine: rates, wires, formulas of costs, and their fits to measurements."""
+"""Predict the time of work on a machine: rates, links, cost models, and fits to measurements."""

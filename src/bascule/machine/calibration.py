@@ -1,4 +1,4 @@
-"""Keep measurements of a machine: times over sizes, the curves through them, and their errors."""
+"""Store measurements of a machine: times by size, the curves fitted to them, and their errors."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -40,7 +40,7 @@ def _error(name: str, value: object) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Seconds over sizes: `c0 + c1 x` of bytes x, and `+ c2 x^2` of tokens."""
+    """A curve of seconds by size x: `c0 + c1 x` for bytes, `c0 + c1 x + c2 x^2` for tokens."""
 
     what: str  # name of the timed thing, for example "forward"
     unit: str  # of the sizes: "tokens" or "bytes"
@@ -64,15 +64,15 @@ class Fit:
         counts = len(self.coefficients), len(self.errors)
         if counts != (NUM_COEFFICIENTS[self.unit],) * 2:
             wrong = f"Fit of {self.what}: {counts[0]} coefficients and {counts[1]} errors"
-            raise ConfigError(f"{wrong}; over {self.unit} there are {NUM_COEFFICIENTS[self.unit]}")
+            raise ConfigError(f"{wrong}; {self.unit} need {NUM_COEFFICIENTS[self.unit]} of each")
         if not len(self.sizes) == len(self.seconds) == len(self.held_out) > sum(self.held_out):
             raise ConfigError(
                 f"Fit of {self.what}: {len(self.sizes)} sizes, {len(self.seconds)} seconds and "
-                f"{len(self.held_out)} held out; give one of each a point, and fit some of them"
+                f"{len(self.held_out)} held out; give one of each per point, and fit some of them"
             )
 
     def __call__(self, sizes: npt.ArrayLike) -> Floats:
-        """Predict the seconds of these sizes; same shape."""
+        """Predict the seconds for these sizes; the output has their shape."""
         x = np.asarray(sizes, dtype=np.float64)
         return (x[..., None] ** np.arange(len(self.coefficients))) @ np.array(self.coefficients)
 
@@ -83,25 +83,25 @@ class Fit:
 
     @property
     def held_out_error(self) -> float | None:
-        """Median absolute relative error of the held-out points; None without any."""
+        """Median absolute relative error at the held-out points; None without any."""
         misses = np.abs(self.misses[np.array(self.held_out)])
         return float(np.median(misses)) if misses.size else None
 
 
 def is_held_out(num_points: int) -> Bools:
-    """Return (n,) flags of the points that test a fitted curve: every third, and no end point."""
+    """Return (n,) flags of the points that test a fitted curve: every third, but no end point."""
     places = np.arange(num_points)
     return (places % 3 == 1) & (places < num_points - 1)
 
 
 def least_points(unit: str) -> int:
-    """Return the fewest sizes of a curve: one more than coefficients, and one held out."""
+    """Return the fewest sizes that a curve needs: coefficients + 1, and one held out."""
     return next(n for n in range(1, 99) if (~is_held_out(n)).sum() > NUM_COEFFICIENTS[unit])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Seconds of the host that do not grow with sizes: the lower quartile of the rounds."""
+    """Host time, in seconds, that does not grow with size: the lower quartile of the rounds."""
 
     what: str
     seconds: float
@@ -114,7 +114,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The measurements behind the numbers of a profile."""
+    """The measurements that a profile's numbers come from."""
 
     name: str
     date: str  # as 2026-11-23
@@ -149,7 +149,7 @@ class Calibration:
 
     @property
     def gamma(self) -> float | None:
-        """Ratio of an attention FLOP's forward seconds to a linear FLOP's; None: not measured."""
+        """Forward time of an attention FLOP over that of a linear FLOP; None: not measured."""
         forward = self.fit(FORWARD)
         if forward is None or not forward.coefficients[1] > 0:
             return None
@@ -168,7 +168,7 @@ class Calibration:
 
 
 def block_rates(forward: Fit, d_model: int) -> dict[str, float]:
-    """Return FLOP/s of linear layers (24 d^2 a token) and attention (4 d a pair), by field."""
+    """Return FLOP/s of linear layers (24 d^2 per token) and attention (4 d per pair), by field."""
     _, linear_s, square_s = forward.coefficients
     flops = {
         "matmul_flops_per_s": (24.0 * d_model**2, linear_s),
@@ -178,7 +178,7 @@ def block_rates(forward: Fit, d_model: int) -> dict[str, float]:
 
 
 def built(kind: type[_Built], values: object) -> _Built:
-    """Make a dataclass from the values of a file; fields with a default may be missing."""
+    """Make a dataclass from a file's values; fields that have a default may be missing."""
     known: dict[str, Any] = cast(Any, kind).__dataclass_fields__
     needed = {name for name, field in known.items() if field.default is MISSING}
     entries = cast(dict[str, Any], values) if isinstance(values, dict) else {}

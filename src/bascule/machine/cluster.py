@@ -1,15 +1,15 @@
-"""Predict seconds of work on a machine, from its rates, by one formula.
+"""Predict the seconds of work on a machine from its rates, by one formula.
 
-In a bag or a mesh of U R ranks, of which U share heads and R pass keys and values on, a rank takes
+In a bag or a mesh of U R ranks, U ranks share heads, and R pass keys and values on. A rank needs
 
     compute                                                            [products of matrices]
     + near bytes / intra + far bytes / inter + packed bytes / pack     [all-to-alls of Ulysses]
     + (R - 1) max(0, exchange - attention / R)                         [rounds of the ring]
     + launch (exchanges + rounds) + max(0, launch kernels - compute)   [launches]
 
-seconds: keys and values travel behind the R-th part of a rank's attention, and the host launches
-while the device computes. Source: db-SP, equation 4, as `(R - 1) max(compute, exchange) + compute`,
-double-buffered as in FastUSP.
+seconds: 1/R of a rank's attention hides each exchange of keys and values, and the host launches
+kernels while the device computes. Source: db-SP, equation 4, `(R - 1) max(compute, exchange) +
+compute`, double-buffered as in FastUSP.
 """
 
 import json
@@ -45,12 +45,12 @@ Amount: TypeAlias = float | Floats
 
 
 def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> Amount:
-    """Return the seconds of R - 1 exchanges that attention, R rounds, does not hide, a sequence."""
+    """Return the seconds of R - 1 exchanges of a sequence that its attention does not hide."""
     return (ring_degree - 1) * np.maximum(exchange_s - attention_s / ring_degree, 0.0)
 
 
 class BagShape(NamedTuple):
-    """The degrees of a bag and the nodes of its ranks, which decide the time of its exchanges."""
+    """The degrees of a bag, and where its ranks lie in nodes; they decide its exchange times."""
 
     size: int = 1
     ring: int = 1
@@ -61,19 +61,19 @@ class BagShape(NamedTuple):
 
     @property
     def ulysses(self) -> int:
-        """Ranks that share heads."""
+        """Number of ranks that share heads: the Ulysses degree."""
         return self.size // self.ring
 
     @classmethod
     def aligned(cls, ring: int, ulysses: int, ranks_per_node: int) -> "BagShape":
-        """Return the shape of a bag that begins with a node; neighbours share heads."""
+        """Return the shape of a bag that begins at a node's first rank; neighbours share heads."""
         size = ulysses * ring
         return cls(size, ring, min(ulysses, ranks_per_node), size <= ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Work:
-    """Amounts that a rank of a bag computes, sends and launches."""
+    """The amounts that a rank of a bag computes, sends and launches."""
 
     compute_s: Amount = 0.0
     attention_s: Amount = 0.0  # part of `compute_s` behind which the ring sends
@@ -89,7 +89,7 @@ class Work:
     def of_layers(
         cls, bag: BagShape, num_layers: int, values: Amount, compute_s: Amount, attention_s: Amount
     ) -> "Work":
-        """Return the work of a rank with `values` elements of q over all layers."""
+        """Return the work of a rank over all layers; `values` counts its elements of q in all."""
         tensor = BYTES_PER_VALUE * values
         return cls(
             compute_s=compute_s,
@@ -103,7 +103,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of work by cause; the total leaves out the waiting for the slowest rank."""
+    """Seconds of work by cause; `total` does not include waiting for the slowest rank."""
 
     compute_s: Amount = 0.0
     heads_s: Amount = 0.0
@@ -133,7 +133,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """Rates at which a rank sends and launches; an infinite one takes no time."""
+    """Rates at which a rank sends and launches; work at an infinite rate needs no time."""
 
     intra_bytes_per_s: float
     inter_bytes_per_s: float
@@ -141,11 +141,11 @@ class Wires:
     pack_bytes_per_s: float = math.inf
 
     def sending(self, near_bytes: Amount, far_bytes: Amount) -> Amount:
-        """Predict the seconds of a rank that sends bytes within its node, and to other nodes."""
+        """Predict the seconds in which a rank sends bytes within its node, and to other nodes."""
         return near_bytes / self.intra_bytes_per_s + far_bytes / self.inter_bytes_per_s
 
     def seconds(self, work: Work, bag: BagShape) -> Seconds:
-        """Predict seconds of work in a bag; a ring sends while it computes."""
+        """Predict the seconds of work in a bag; a ring sends while it computes."""
         share = work.heads_bytes / max(bag.ulysses - 1, 1)
         heads_s = self.sending(
             share * (bag.ranks_in_node - 1) + work.near_bytes,
@@ -169,7 +169,7 @@ two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Ratios of a step's seconds to a forward pass's."""
+    """Ratios of the seconds of a step's passes to the seconds of a forward pass."""
 
     linear: float  # of the linear layers
     attention: float
@@ -205,26 +205,26 @@ WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step-without-
 class Cluster:
     """Nodes of equal ranks, numbered node by node, and their speeds.
 
-    Compute is the cost model's: a `TransformerCost` with `seconds_per_unit` is measured; one
-    without is converted with `flops_per_s`; any other model must give seconds. Once a pass, a rank
-    of a bag with more than one rank spends ``2 * layers * latency_s`` on launching all-to-alls.
+    The cost model predicts compute: a `TransformerCost` with `seconds_per_unit` was measured;
+    without it, `flops_per_s` converts its FLOPs; any other model must give seconds. In each pass, a
+    rank of a bag of several ranks spends ``2 * layers * latency_s`` on launching all-to-alls.
 
     Args:
-        num_nodes: Nodes.
-        ranks_per_node: Ranks in a node.
-        flops_per_s: FLOPs that a rank sustains in a second.
-        memory_bytes: Memory that a rank has for activations: what weights, gradients and optimiser
-            states leave. It limits plans if the cost model knows its `bytes_per_token`.
-        intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
-        inter_bytes_per_s: Bytes that a rank sends in a second to ranks of other nodes.
-        latency_s: Time to launch an all-to-all.
-        pack_bytes_per_s: Bytes that a rank brings into order in a second, before and after the
-            exchanges; None: in no time.
-        piece_s: Seconds of the host for each piece that an exchange of a layer puts into order, U
-            for each sequence of a bag, where software loops over them, as KnapFormer does. They
-            delay the step where they take longer than the compute.
-        passes: What is predicted: forward passes, or the passes of a training step, as `TRAINING`.
-            The rates above hold for a forward pass.
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks per node.
+        flops_per_s: FLOPs per second that a rank sustains.
+        memory_bytes: Memory that a rank has for activations, besides weights, gradients and
+            optimiser states. It limits plans if the cost model knows its `bytes_per_token`.
+        intra_bytes_per_s: Bytes per second that a rank sends to ranks of its node.
+        inter_bytes_per_s: Bytes per second that a rank sends to ranks of other nodes.
+        latency_s: Seconds to launch an all-to-all.
+        pack_bytes_per_s: Bytes per second that a rank reorders before and after exchanges; None: in
+            no time.
+        piece_s: Host seconds per piece that a layer's exchange reorders, if software loops over
+            pieces, as KnapFormer does: U pieces for each sequence of a bag. They delay the step
+            only if they exceed the compute.
+        passes: The passes to predict: forward passes, or those of a training step (`TRAINING`). The
+            rates above hold for a forward pass.
     """
 
     num_nodes: int
@@ -249,11 +249,11 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     def check_world(self, num_ranks: int) -> None:
-        """Refuse a world of another size."""
+        """Refuse another number of ranks."""
         if num_ranks != self.num_ranks:
             raise ConfigError(
                 f"a cluster of {self.num_nodes} nodes with {self.ranks_per_node} ranks each has "
@@ -263,7 +263,7 @@ class Cluster:
     def compute_seconds(
         self, cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
     ) -> Floats:
-        """Predict the compute of sequences of these many tokens on one rank, as `evaluate`."""
+        """Predict the compute seconds of sequences on one rank; arguments as in `evaluate`."""
         return self._compute(self.passes.cost(cost), seq_lens, num_pairs)
 
     def _compute(self, cost: Cost, seq_lens: Any, num_pairs: Any = None) -> Floats:
@@ -277,7 +277,7 @@ class Cluster:
 
     @property
     def wires(self) -> Wires:
-        """Rates at which a forward pass exchanges for as long as all passes do."""
+        """Rates at which the exchanges of one forward pass take as long as those of all passes."""
         times, pack = self.passes.exchanges, self.pack_bytes_per_s
         return Wires(
             self.intra_bytes_per_s / times,
@@ -289,7 +289,7 @@ class Cluster:
     def sequence_seconds(
         self, cost: Cost, bag: BagShape, lens: Ints, num_pairs: npt.ArrayLike | None = None
     ) -> Seconds:
-        """Predict seconds of (n,) sequences, times the ranks of their bag, launches aside."""
+        """Predict the seconds of (n,) sequences without launches, times the ranks of their bag."""
         cost = in_bag(self.passes.cost(cost), bag.ulysses)
         compute_s = self._compute(cost, lens, num_pairs)
         if bag.size == 1:
@@ -301,7 +301,7 @@ class Cluster:
         return self.wires.seconds(work, bag)
 
     def host_seconds(self, cost: Cost, bag: BagShape) -> float:
-        """Predict the seconds of the host for the pieces of a sequence that exchanges reorder."""
+        """Predict the host's seconds for the pieces of a sequence that exchanges reorder."""
         if bag.ulysses == 1 or self.piece_s == 0.0:
             return 0.0
         return self.piece_s * self.passes.exchanges * _shape(cost)[1] * bag.ulysses
@@ -310,7 +310,7 @@ class Cluster:
 def _shape(cost: Cost) -> tuple[int, int]:
     """Return the width and the layers of a model, which decide the bytes of its exchanges."""
     if not isinstance(cost, TransformerCost):
-        wrong = f"{type(cost).__name__} does not know the width of the model, so no bytes on wires"
+        wrong = f"{type(cost).__name__} has no model width, so the bytes to send are not known"
         raise ConfigError(f"{wrong}: use a TransformerCost, or bags of one rank")
     return cost.d_model, cost.num_layers
 
@@ -389,16 +389,16 @@ class HardwareProfile:
     """The rates of a machine, and their source. None: not known.
 
     Args:
-        device: Its name.
+        device: Name of the machine.
         source: "measured", "datasheet", "published" or "given".
-        matmul_flops_per_s: FLOPs in a second that a rank sustains in products of matrices.
-        attention_flops_per_s: FLOPs in a second of attention, on the blocks that are computed.
-        intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
-        inter_bytes_per_s: Bytes that a rank sends in a second to ranks of other nodes.
+        matmul_flops_per_s: FLOPs per second that a rank sustains in matrix products.
+        attention_flops_per_s: FLOPs per second of attention, on the blocks that it computes.
+        intra_bytes_per_s: Bytes per second that a rank sends to ranks of its node.
+        inter_bytes_per_s: Bytes per second that a rank sends to ranks of other nodes.
         memory_bytes: Memory of a rank.
         launch_s: Seconds to start a kernel or an exchange.
-        host_s: Seconds that the host adds to a step of a rank, whatever its sequences.
-        peak_flops_per_s: FLOPs in a second of the data sheet, of which HFU is a share.
+        host_s: Seconds that the host adds to each step of a rank, whatever its sequences.
+        peak_flops_per_s: Peak FLOPs per second of the data sheet; HFU is a share of it.
         pack_bytes_per_s: See `Cluster`; None: in no time.
         piece_s: See `Cluster`; None: 0.
         note: The origin of the numbers, in words.
@@ -436,7 +436,7 @@ class HardwareProfile:
                 raise ConfigError(f'{wrong}: take "calibration" out and say source="given" first')
 
     def __str__(self) -> str:
-        """Return one line: the numbers, and whether anybody measured them."""
+        """Return one line: the numbers, and whether they were measured."""
         made, parts = self.calibration, list[str]()
         for name, unit, text in (
             ("matmul_flops_per_s", "FLOP/s", ""),
@@ -456,7 +456,7 @@ class HardwareProfile:
 
     @property
     def provenance(self) -> str:
-        """The source of the numbers, in words, for wherever they appear."""
+        """The source of the numbers, in words, to print beside them."""
         made = self.calibration
         if made is None:
             return _SOURCES[self.source]
@@ -464,14 +464,14 @@ class HardwareProfile:
         return f"{made.name}, measured {made.date} on {ranks}"
 
     def provenance_of(self, field: str) -> str:
-        """Return the source of one number: a calibration leaves some as they were."""
+        """Return the source of one number, because a calibration does not measure all."""
         if self.calibration is None or field in self.calibration.measured:
             return self.provenance
         return f"from {self.calibration.base}, not measured"
 
     @property
     def gamma(self) -> float:
-        """Ratio of an attention FLOP's seconds to a linear FLOP's; 1 if unknown."""
+        """Time of an attention FLOP over the time of a linear FLOP; 1 if unknown."""
         if self.calibration is not None and (gamma := self.calibration.gamma) is not None:
             return gamma
         if self.matmul_flops_per_s is None or self.attention_flops_per_s is None:
@@ -493,7 +493,7 @@ class HardwareProfile:
         return Cluster(*numbers, self.pack_bytes_per_s, self.piece_s or 0.0)
 
     def forward_seconds(self, ranks: Sequence[Work], bag: BagShape) -> Seconds:
-        """Predict seconds of the slowest rank of a bag; rates of unused wires may be missing."""
+        """Predict the seconds of a bag's slowest rank; rates of unused links may be missing."""
         near = ("intra_bytes_per_s",) if bag.size > 1 else ()
         far = () if bag.is_in_node else ("inter_bytes_per_s",)
         launch_s, *_ = self.numbers_of("launch_s", *near, *far)
@@ -518,7 +518,7 @@ class HardwareProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` wrote, or take one of `KNOWN_PROFILES`, as "h100-datasheet"."""
+        """Read a file that `save` wrote, or one of `KNOWN_PROFILES`, such as "h100-datasheet"."""
         if isinstance(path, str) and path in KNOWN_PROFILES:
             return cls(**KNOWN_PROFILES[path])
         if isinstance(path, str) and re.fullmatch(r"[\w-]{1,80}", path) and not Path(path).exists():

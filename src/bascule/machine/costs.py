@@ -1,4 +1,4 @@
-"""Cost models of a sequence: FLOPs from its length, and seconds once a device was measured."""
+"""Cost models of a sequence: FLOPs from its length, or seconds on a measured device."""
 
 from dataclasses import KW_ONLY, dataclass, field, is_dataclass, replace
 from typing import Protocol
@@ -18,18 +18,18 @@ MAX_SIZE = 2**31
 
 
 class Cost(Protocol):
-    """Predicts the cost of each sequence, in a unit that stays the same within a plan.
+    """A function that predicts the cost of each sequence, in one unit within a plan.
 
-    Under masks or contexts a second argument has the pairs of a query and a key that are computed.
+    With masks or cross-attention, a second argument has the number of (query, key) pairs computed.
     """
 
     def __call__(self, seq_lens: npt.ArrayLike, /) -> Floats:
-        """Return the costs of sequences of these many tokens; same shape as the input."""
+        """Return the costs of sequences with these numbers of tokens, in the same shape."""
         ...
 
 
 def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-    """Return a cost model's costs, checked; pairs of None are the squares of the tokens."""
+    """Return a cost model's costs, and check them; `num_pairs` None: the squares of the lengths."""
     lens = np.asarray(seq_lens).view()
     lens.flags.writeable = False  # a function that works in place would change the batch
     args = (lens,) if num_pairs is None else (lens, np.asarray(num_pairs))
@@ -45,12 +45,12 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | Non
 
 
 def heads_of(cost: Cost) -> int | None:
-    """Return the heads that ranks share; None where the model does not know."""
+    """Return the number of heads that ranks share; None if the cost model does not know it."""
     return cost.num_heads if isinstance(cost, TransformerCost) else None
 
 
 def in_bag(cost: Cost, num_ranks: int) -> Cost:
-    """Return the cost if ranks share heads: of the rank with most heads, times the ranks."""
+    """Return the cost model of a bag: the cost of the rank with most heads, times the ranks."""
     if not isinstance(cost, TransformerCost) or cost.num_heads is None:
         return cost
     longer = -(-cost.num_heads // num_ranks) * num_ranks / cost.num_heads
@@ -58,7 +58,7 @@ def in_bag(cost: Cost, num_ranks: int) -> Cost:
 
 
 def unit_seconds(cost: Cost) -> float | None:
-    """Return the seconds that a unit of a cost takes; None where the model does not know."""
+    """Return the seconds per unit of cost; None if the cost model does not know them."""
     if isinstance(cost, PolynomialCost):
         return 1.0
     return cost.seconds_per_unit if isinstance(cost, TransformerCost) else None
@@ -83,19 +83,19 @@ def describe_cost(cost: Cost) -> str:
 class TransformerCost:
     """Forward cost of a transformer: `num_layers * (24 L d^2 + gamma * 4 L^2 d)`, in TFLOPs.
 
-    Source: KnapFormer, equations 1 and 2. `gamma` is how much dearer (or cheaper) a FLOP of
-    attention is on a device than one of the linear layers; `fit_latency` measures it.
+    Source: KnapFormer, equations 1 and 2. `gamma` is the time of a FLOP of attention on a device
+    over the time of a FLOP of linear layers; `fit_latency` measures it.
 
     Args:
         d_model: Model width d.
         gamma: Weight of the attention term; 1 counts plain FLOPs.
-        num_layers: Blocks of that width.
-        seconds_per_unit: Seconds a TFLOP takes on the device, if measured.
-        fit_error: Root mean square relative error of the fit that gave the above, if any.
-        bytes_per_token: Activations that a token of a rank holds until the backward pass, over all
-            layers, if known; limits on memory need it.
-        num_heads: Heads of keys and values, which the ranks of a bag share; attention takes as long
-            as the rank with the most. None: not known, as if ranks could always share them evenly.
+        num_layers: Number of blocks of that width.
+        seconds_per_unit: Seconds per TFLOP on the device, if measured.
+        fit_error: Root mean square relative error of the fit that gave these numbers, if any.
+        bytes_per_token: Bytes of activations per token until the backward pass, over all layers, if
+            known; memory limits need it.
+        num_heads: Number of key-value heads, which the ranks of a bag share; the rank with the most
+            heads sets the time of attention. None: ranks share heads evenly.
     """
 
     d_model: int = 3072
@@ -113,7 +113,7 @@ class TransformerCost:
         fields(self, seconds_per_unit=rate, fit_error=number, bytes_per_token=rate)
 
     def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Return forward TFLOPs of each sequence, attention times gamma; pairs as `evaluate`."""
+        """Return the forward TFLOPs of sequences, attention times gamma; pairs as in `evaluate`."""
         tokens = floats("seq_lens", seq_lens)
         linear = 24.0 * self.d_model**2 * self.num_layers / FLOPS_PER_UNIT
         quadratic = 4.0 * self.gamma * self.d_model * self.num_layers / FLOPS_PER_UNIT
@@ -123,12 +123,12 @@ class TransformerCost:
 
     @property
     def shape(self) -> str:
-        """The model in words, for wherever its numbers appear."""
+        """The model in words, to print beside its numbers."""
         layers, gamma = count(self.num_layers, "layer"), amount(self.gamma, "")
         return f"width {self.d_model}, {layers}, gamma {gamma}"
 
     def seconds(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Return forward seconds of sequences on a device that was measured."""
+        """Return the forward seconds of sequences on a measured device."""
         if self.seconds_per_unit is None:
             wrong = "this TransformerCost counts FLOPs, not seconds"
             raise ConfigError(f"{wrong}: use fit_latency, or give seconds_per_unit")
@@ -139,7 +139,7 @@ class TransformerCost:
 class IterationFit:
     """Confidence in the four coefficients of a fitted `PolynomialCost`, in their order.
 
-    `unidentified` names those that the fit chose, since measurements know only their sum.
+    `unidentified` names coefficients that the fit assumed, as measurements show only their sum.
     """
 
     standard_errors: tuple[float, float, float, float]  # by the measurements alone, or infinite
@@ -153,16 +153,16 @@ class IterationFit:
 class PolynomialCost:
     """Seconds of a sequence of L tokens: `quadratic * L^2 + linear * L + constant`.
 
-    Source: LoongForge, the load of a data-parallel rank; the overhead is ours: a rank's step takes
-    the sum over its sequences, plus `overhead`, which calling this does not include.
+    Source: LoongForge, the load of a data-parallel rank. We add an overhead: a rank's step takes
+    the sum over its sequences, plus `overhead`, which a call does not include.
 
     Args:
         quadratic: Seconds per square token: attention.
-        linear: Seconds per token: linear layers, and what travels per token.
+        linear: Seconds per token: linear layers, and communication per token.
         constant: Seconds per sequence: launches.
         overhead: Seconds per rank and step: optimiser, gradients, data.
         fit: Confidence in the coefficients, if fitted (`fit_iterations`); ranks do not compare it.
-        bytes_per_token: As of a `TransformerCost`.
+        bytes_per_token: As in `TransformerCost`.
     """
 
     quadratic: float
@@ -178,7 +178,7 @@ class PolynomialCost:
         fields(self, bytes_per_token=rate)
 
     def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Return the seconds of each sequence, without `overhead`; pairs as `evaluate`."""
+        """Return the seconds of each sequence, without `overhead`; pairs as in `evaluate`."""
         tokens = floats("seq_lens", seq_lens)
         if num_pairs is None:
             return tokens * (self.linear + self.quadratic * tokens) + self.constant

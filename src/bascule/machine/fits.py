@@ -1,7 +1,7 @@
 """Fit cost models to measurements by least squares of relative errors.
 
-Legend: O observations, K coefficients, R ranks. The *share* of a term is its part of the time of
-the slowest ranks.
+Legend: O observations, K coefficients, R ranks. The *share* of a term is its part of the slowest
+ranks' time.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ CONFIDENCE = 0.95
 
 
 def relative_fit(columns: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """Find coefficients >= 0 whose sums of columns (n, K) are nearest to times (n,), relatively.
+    """Fit coefficients >= 0 of columns (n, K) to times (n,), by least squares of relative errors.
 
-    Return the (K,) coefficients, and (n,) predicted over measured times, minus 1.
+    Return the (K,) coefficients, and (n,) relative errors: predicted over measured times, minus 1.
     """
     from scipy.optimize import nnls
 
@@ -62,7 +62,7 @@ def _half_widths(rows: Floats, residuals: Floats, noise: Floats) -> Floats:
 
 
 def fit_curve(what: str, unit: str, sizes: Sequence[int], seconds: Floats, noise: Floats) -> Fit:
-    """Fit a curve over (n,) ascending sizes, but each third, which judges it; noise is relative."""
+    """Fit a curve over (n,) ascending sizes; every third tests it. `noise` is relative."""
     held_out = is_held_out(len(sizes))
     x, fitted = np.asarray(sizes, dtype=np.float64), ~held_out
     columns = x[:, None] ** np.arange(NUM_COEFFICIENTS[unit])
@@ -88,21 +88,21 @@ def fit_latency(
     num_layers: int = 1,
     num_pairs: npt.ArrayLike | None = None,
 ) -> TransformerCost:
-    """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of a sequence, alone or in a pack.
+    """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of sequences, alone or in packs.
 
-    Relative errors are minimised (the paper's unweighted fit sees only the longest sequences),
-    under k >= 0 and gamma >= 0. Source: KnapFormer, equation 2.
+    It minimises relative errors with k >= 0 and gamma >= 0; the paper's unweighted fit depends on
+    only the longest sequences. Source: KnapFormer, equation 2.
 
     Args:
         seq_lens: (n,) tokens of each measured sequence, at least two different lengths.
         seconds: (n,) forward latency of each.
         d_model: Model width.
-        num_layers: Blocks that the latencies cover.
-        num_pairs: (n,) pairs of a query and a key in a block; None: the square of the tokens.
+        num_layers: Number of blocks that the latencies cover.
+        num_pairs: (n,) numbers of (query, key) pairs in a block; None: the square of the tokens.
 
     Raises:
-        ConfigError: Too few points, a value that is not positive, or latencies that leave the
-            linear layers no time.
+        ConfigError: Too few points, a value that is not positive, or latencies with no time left
+            for linear layers.
     """
     tokens, latency = _latencies("fit_latency", seq_lens, seconds, 2)
     linear = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
@@ -124,10 +124,10 @@ def fit_latency(
 def fit_item_latency(
     item_lens: npt.ArrayLike, seconds: npt.ArrayLike, *, num_pairs: npt.ArrayLike | None = None
 ) -> PolynomialCost:
-    """Fit `quadratic L^2 + linear L + constant` to measured latencies of items, a call each.
+    """Fit `quadratic L^2 + linear L + constant` to measured latencies of items, one call per item.
 
-    For encoders that are called item by item: the constant holds launches and the reading of
-    weights. Relative errors are minimised, under coefficients >= 0.
+    Use it for encoders that are called item by item. The constant covers launches and the reading
+    of weights. The fit minimises relative errors, with coefficients >= 0.
 
     Args:
         item_lens: (n,) tokens of each measured item, at least three different lengths.
@@ -238,24 +238,24 @@ def fit_iterations(
     """Fit seconds per sequence, and per rank and step, to the times of training iterations.
 
     Iteration t takes `overhead + max over ranks of sum over sequences of cost(L)`, with `cost(L) =
-    quadratic L^2 + linear L + constant`. The fit alternates between the slowest ranks and least
-    squares with coefficients >= 0, from several starts. Source of the model: LoongForge, which has
-    no overhead, smooths the maximum (`logsumexp(20 load) / 20`, loads in ms) and fits squares.
+    quadratic L^2 + linear L + constant`. From several starts, the fit alternates between finding
+    the slowest ranks and least squares with coefficients >= 0. Source of the model: LoongForge,
+    without overhead, with a smooth maximum (`logsumexp(20 load) / 20`, in ms) and absolute squares.
 
-    Relative residuals are minimised under Student's t distribution, so that a stall hardly counts.
-    Weak assumptions (`TYPICAL_CROSSOVER_TOKENS`, `OVERHEAD_SHARE`, `CONSTANT_SHARE`), which weigh
-    as much as the noise allows, settle what the measurements leave open.
+    It minimises relative residuals under Student's t distribution, so that a stall hardly counts.
+    Weak assumptions (`TYPICAL_CROSSOVER_TOKENS`, `OVERHEAD_SHARE`, `CONSTANT_SHARE`) settle what
+    measurements leave open; they weigh more if the measurements are noisier.
 
     Args:
         seq_lens: ``seq_lens[iteration][rank]`` lists the tokens of each sequence that the rank
             computed in the iteration, over all its microbatches. Ranks and iterations may be empty.
-        seconds: (iterations,) time of each iteration, its slowest rank's; or
-            (iterations, ranks) each rank's own compute time, NaN where it was not measured.
+        seconds: (iterations,) times of iterations, which the slowest ranks decide; or
+            (iterations, ranks) compute times of each rank, NaN where not measured.
         max_loo_error: Leave-one-out error above which the fit is refused.
 
     Returns:
-        The cost model; its `fit` holds standard errors, the coefficients that are left open,
-        and the leave-one-out error (in closed form: weights and slowest ranks stay).
+        The cost model. Its `fit` has standard errors, the unidentified coefficients, and the
+        leave-one-out error (in closed form, with fixed weights and slowest ranks).
 
     Raises:
         ConfigError: Lengths and seconds do not match or are illegal, there are fewer than 3

@@ -1,7 +1,7 @@
 """Choose the mesh of a denoising step by predicted time: guidance groups, ring and Ulysses degrees.
 
-G guidance groups take ceil(B / G) of B forward passes each, one after another; the R x U ranks of a
-group share the tokens, neighbours share heads. At last, groups exchange their outputs: a launch.
+Each of G guidance groups computes ceil(B / G) of B forward passes, one after another. The R x U
+ranks of a group share tokens; neighbours share heads. At the end, groups exchange their outputs.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _RULE = (
 
 @dataclass(frozen=True, slots=True)
 class DenoisingStep:
-    """The work of a step of a pipeline: tokens L of a sample, heads, layers, passes B."""
+    """The work of a pipeline's denoising step: tokens L per sample, heads, layers, passes B."""
 
     num_tokens: int  # of a sample, text included
     num_heads: int
@@ -33,7 +33,7 @@ class DenoisingStep:
 
 @dataclass(frozen=True, slots=True)
 class InferenceMesh:
-    """A mesh for one replica: guidance groups, and the ring and Ulysses ranks of each."""
+    """A mesh of one replica: guidance groups, and the ring and Ulysses degrees of each group."""
 
     guidance: int
     ring: int
@@ -46,7 +46,7 @@ class InferenceMesh:
 
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
-    """All meshes that are possible, the chosen one first, and the reason in words."""
+    """All possible meshes, the chosen mesh first, and the reason for it in words."""
 
     meshes: tuple[InferenceMesh, ...]
     reason: str
@@ -74,8 +74,8 @@ def choose_mesh(
 ) -> MeshChoice:
     """Choose the mesh of one replica that is predicted to be the fastest.
 
-    Without a profile: guidance groups that share the passes evenly, since they exchange nothing in
-    a layer; then Ulysses up to the heads, within a node; then a ring. Ties: in that order.
+    Without a profile, it prefers guidance groups that share passes evenly, because these exchange
+    nothing in a layer; then Ulysses up to the heads, within a node; then a ring. Ties likewise.
     """
     num_ranks = whole("choose_mesh: num_ranks", num_ranks, 1, MAX_RANKS)
     in_node = num_ranks if ranks_per_node is None else ranks_per_node
@@ -110,7 +110,7 @@ def choose_mesh(
 def step_seconds(
     step: DenoisingStep, mesh: InferenceMesh, ranks_per_node: int, profile: HardwareProfile
 ) -> float:
-    """Predict the seconds of a step on a mesh, without launches of kernels, which are not known."""
+    """Predict the seconds of a step on a mesh, without kernel launches, which are not known."""
     bag = BagShape.aligned(mesh.ring, mesh.ulysses, ranks_per_node)
     width, tokens = step.num_heads * step.head_dim, step.num_tokens / bag.size
     heads = -(-step.num_heads // bag.ulysses) / step.num_heads

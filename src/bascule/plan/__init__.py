@@ -1,6 +1,6 @@
-"""Decide: pure planning on numpy and scipy. Nothing here imports torch.
+"""Plan which ranks compute what, with numpy and scipy only. Nothing here imports torch.
 
-Names are resolved when they are first used: a command that shows its help loads no solver.
+Names are imported at their first use, so that a command that shows its help loads no solver.
 """
 
 import importlib

@@ -1,10 +1,10 @@
-"""Deals the samples of an epoch, whose lengths are all known, to ranks and microbatches.
+"""Deal the samples of an epoch, whose lengths are all known, to ranks and microbatches.
 
-An epoch is cut into optimiser steps, and each is dealt to cells: every rank in every microbatch
-gets a sample at least. Where ranks wait in each microbatch, two deals are tried: even cells, with
-the heaviest in one microbatch; and the longest samples together, with the next longest beside them.
-A padded batch of n samples costs n times the dearest: batches are consecutive pieces of the samples
-by descending cost, filled up to a bisected level.
+An epoch is split into optimiser steps, and the samples of a step are dealt to cells: every rank in
+every microbatch gets at least one. If ranks wait in each microbatch, two deals are tried: even
+cells, with the heaviest in one microbatch; and the longest samples in one microbatch, together with
+the next longest. A padded batch of n samples costs n times its dearest sample. Its samples are
+consecutive in descending order of cost, and fill it up to a level that is found by bisection.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,7 +32,7 @@ _MAX_MOVES = 32
 
 
 def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Ints:
-    """Return (num_samples,) every index once, ordered by seed and epoch alone. O(n)."""
+    """Return (num_samples,) all indices, in an order that only seed and epoch decide. O(n)."""
     order = np.arange(num_samples)
     if shuffle:
         np.random.default_rng([seed, epoch]).shuffle(order)
@@ -41,7 +41,7 @@ def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> In
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of an optimiser step. A (rank, microbatch) is a *cell*: one batch, never empty."""
+    """The sizes of an optimiser step. A *cell* is a rank's batch in a microbatch, never empty."""
 
     batch_size: int  # samples of a cell in a full step; where counts vary, their mean
     num_ranks: int
@@ -53,23 +53,23 @@ class StepShape:
             count = whole(f"BalancedSampler({name}", getattr(self, name), 1, highest)
             object.__setattr__(self, name, count)
         if self.full > MAX_WHOLE:
-            raise ConfigError(f"{self}: {self.full} samples make a step; give smaller numbers")
+            raise ConfigError(f"{self}: {self.full} samples per step; give at most {MAX_WHOLE}")
 
     @property
     def num_cells(self) -> int:
-        """Batches of a step, over all ranks and microbatches."""
+        """Number of batches of a step, over all ranks and microbatches."""
         return self.num_ranks * self.accumulate
 
     @property
     def full(self) -> int:
-        """Samples of a full step: the global batch."""
+        """Number of samples of a full step: the global batch size."""
         return self.batch_size * self.num_cells
 
     def next_size(self, left: int) -> int:
-        """Return the samples of the next step, with `left` of them left in the epoch.
+        """Return the number of samples of the next step if `left` are left in the epoch.
 
-        A remainder too small for all cells joins the last full step; the sum is halved if each half
-        fills its cells. Only `left` decides, so a resumed run cuts the epoch alike.
+        A remainder too small for all cells joins the last full step; both are halved together if
+        each half fills all cells. Only `left` decides, so a resumed run splits the epoch alike.
         """
         over = left - self.full
         if over <= 0 or over >= self.num_cells:
@@ -77,7 +77,7 @@ class StepShape:
         return left if self.batch_size == 1 else -(-left // 2)
 
     def sizes(self, left: int) -> Iterator[int]:
-        """Yield the samples of each remaining step."""
+        """Yield the number of samples of each remaining step."""
         while left > 0:
             size = self.next_size(left)
             yield size
@@ -94,12 +94,12 @@ class StepShape:
         return num_full + len(rest)
 
     def samples_in(self, left: int, num_steps: int) -> int:
-        """Return the samples of the next steps, with `left` samples before them."""
+        """Return the number of samples in the next steps if `left` are left in the epoch."""
         num_full, rest = self._steps(left)
         return self.full * min(num_full, num_steps) + sum(rest[: max(num_steps - num_full, 0)])
 
     def most_in_a_cell(self, left: int) -> int:
-        """Return the samples of the largest cell of any step, if counts are even."""
+        """Return the number of samples of the largest cell of any step, if counts are even."""
         num_full, rest = self._steps(left)
         return -(-max([self.full] * (num_full > 0) + rest, default=0) // self.num_cells)
 
@@ -116,7 +116,7 @@ class DealRules:
     tolerance: float = 0.01  # gap to the bound at which the search stops
 
     def limits_of(self, num_samples: int) -> Limits | None:
-        """Return the limits of a cell in a step of `num_samples`."""
+        """Return the limits of a cell in a step of `num_samples` samples."""
         if not self.even_counts:
             return self.limits
         limits, even = self.limits or Limits(), -(-num_samples // self.shape.num_cells)
@@ -125,7 +125,7 @@ class DealRules:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """(n,) costs, tokens and homes of samples; a cell is numbered microbatch * num_ranks + rank."""
+    """(n,) costs, tokens and homes of samples; cell number = microbatch * num_ranks + rank."""
 
     costs: Floats
     tokens: Ints
@@ -133,7 +133,7 @@ class StepTable:
     home: Ints | None
 
     def loads(self, cells: Ints) -> Floats:
-        """Return (accumulate, num_ranks) the cost of each cell."""
+        """Return (accumulate, num_ranks) costs of the cells."""
         shape = self.rules.shape
         loads = np.bincount(cells, self.costs, shape.num_cells)
         if self.rules.padded:
@@ -149,7 +149,7 @@ class StepTable:
         return float(loads.max(axis=1).sum())
 
     def keeps_limits(self, cells: Ints) -> bool:
-        """Return whether no cell has more tokens or samples than it may."""
+        """Return whether every cell keeps the limits of tokens and samples."""
         limits, num = self.rules.limits, self.rules.shape.num_cells
         if limits is None:
             return True
@@ -198,7 +198,7 @@ class StepTable:
 
 
 def largest_of(cells: Ints, values: npt.NDArray[Any], num_cells: int) -> Floats:
-    """Return (num_cells,) the largest value of each cell."""
+    """Return (num_cells,) largest value in each cell."""
     largest = np.zeros(num_cells)
     np.maximum.at(largest, cells, values)
     return largest
@@ -206,7 +206,7 @@ def largest_of(cells: Ints, values: npt.NDArray[Any], num_cells: int) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deal:
-    """The samples of a step in their cells, with a certificate. Arrays are read-only."""
+    """The samples of a step in their cells, and a lower bound. Arrays are read-only."""
 
     samples: Ints  # (n,) in the order of the epoch
     rank_of: Ints  # (n,) rank of each
@@ -223,8 +223,8 @@ class Deal:
 def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None = None) -> Deal:
     """Deal the samples of one step so that it ends as early as possible.
 
-    There are at least as many samples as cells. `home` is the (n,) rank that each sample should be
-    on where that costs nothing. PlanError: a limit cannot be kept.
+    Give at least as many samples as cells. `home` is the (n,) rank that each sample should be on if
+    that makes the step no longer. PlanError: a limit cannot be kept.
     """
     table = StepTable(costs, tokens, rules, home)
     bound, best, least = table.lower_bound(), None, np.inf
@@ -329,7 +329,7 @@ def _by_length(table: StepTable) -> tuple[Ints, float]:
     cells = np.empty(num, dtype=np.int64)
     cells[order] = np.repeat(np.arange(shape.num_cells), pieces)
     if not table.keeps_limits(cells):
-        wrong = f"{num} samples in padded batches of equal counts pass {rules.limits}"
+        wrong = f"{num} samples in padded batches of equal counts exceed {rules.limits}"
         raise PlanError(f"{wrong}: raise them, lower batch_size, or set even_counts=False")
     if rules.sync == "step":
         return _grouped(table, cells), bound
@@ -420,8 +420,8 @@ def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
 def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list[Ints]:
     """Return the samples of each microbatch: the longest first, one microbatch after another.
 
-    Each rank gets the longest sample left, then samples up to the level of the microbatch: the
-    longest sample with its company, or the mean of what is left if that is more.
+    Each rank gets the longest sample left, then samples up to the level of the microbatch. This is
+    the cost of the longest sample and its company, or the mean of all samples left if that is more.
     """
     order = np.argsort(costs, kind="stable")
     pool, num_ranks = _Pool(order.tolist(), costs[order].tolist()), shape.num_ranks
@@ -489,10 +489,10 @@ class _Pool:
 def free_pieces(
     ranked: Floats, most: Ints, shape: StepShape, tolerance: float
 ) -> tuple[Ints, float]:
-    """Return (num_cells,) lengths of pieces that end a step early, and a level that bounds it.
+    """Return (num_cells,) lengths of pieces that end a step early, and a lower bound on its time.
 
-    Optimal up to the tolerance with one microbatch, O(num_cells log(1 / tolerance)).
-    `ranked` are (n,) descending costs, `most` (n,) limits to samples of pieces that begin there.
+    With one microbatch it is optimal up to the tolerance. O(num_cells log(1 / tolerance)). `ranked`
+    are (n,) descending costs; `most[k]` is the most samples of a piece that begins at sample k.
     """
     costs, allowed = ranked.tolist(), most.tolist()
     if _pieces(costs, allowed, shape, np.inf) is None:

@@ -1,4 +1,4 @@
-"""Hard limits of a rank; limits on bytes as limits on tokens."""
+"""Hard limits of a rank, and limits on bytes expressed in tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ Limit = int | Sequence[int] | None
 class Limits:
     """Limits of one rank in one microbatch; None means unlimited.
 
-    A bag of G ranks holds G times the tokens and bytes, but the same number of items: each rank has
-    a part of all of them. Unlike ranks have an entry each, as in `Limits(tokens=(1000, 2000))`; a
-    bag has the least of its ranks' limits, since they hold equal parts.
+    A bag of G ranks holds G times the tokens and bytes, but no more items, because each rank holds
+    a part of every item. If ranks differ, give one entry per rank: `Limits(tokens=(1000, 2000))`.
+    The smallest limit in a bag then applies to all its ranks, because they hold equal parts.
 
     Args:
         tokens: Most tokens on a rank.
         items: Most sequences (or samples) on a rank.
-        num_bytes: Most bytes on a rank: of the items' sizes in `assign`, of activations in
-            `plan_batch`, where the cost model says how many bytes a token takes.
+        num_bytes: Most bytes on a rank. In `assign` these are the items' sizes; in `plan_batch`,
+            they are activations, and the cost model must have `bytes_per_token`.
     """
 
     tokens: Limit = None
@@ -41,14 +41,14 @@ class Limits:
 
     @property
     def are_alike(self) -> bool:
-        """True if no limit has an entry a rank."""
+        """True if no limit has one entry per rank."""
         return not any(isinstance(m, tuple) for m in (self.tokens, self.items, self.num_bytes))
 
     def common(self, name: str) -> int | None:
-        """Return a limit by its name, if ranks are alike."""
+        """Return a limit by its name; refuse one entry per rank."""
         most: Limit = getattr(self, name)
         if isinstance(most, Sequence):
-            raise ConfigError(f"{self}: samples are dealt to ranks that are alike: give one number")
+            raise ConfigError(f"{self}: here all ranks need the same limit: give one number")
         return most
 
     def room(self, name: str, num_ranks: int) -> Floats:
@@ -56,11 +56,11 @@ class Limits:
         most: Limit = getattr(self, name)
         if isinstance(most, Sequence) and len(most) != num_ranks:
             wrong = f"Limits({name}=..) has {len(most)} entries for {num_ranks} ranks"
-            raise ConfigError(f"{wrong}: give one number, or one a rank")
+            raise ConfigError(f"{wrong}: give one number, or one per rank")
         return np.full(num_ranks, np.inf if most is None else most, np.float64)
 
     def of_bags(self, first_ranks: Ints, num_ranks: int) -> "Limits":
-        """Return the limits of a rank of each bag: the least among its ranks."""
+        """Return the limits for each bag: the smallest limits among its ranks."""
         if self.are_alike:
             return self
         rooms = {
@@ -71,7 +71,7 @@ class Limits:
         return Limits(**rooms)
 
     def keeps(self, **sums: npt.NDArray[Any]) -> bool:
-        """Return whether no rank exceeds a limit; `sums` are (.., ranks) amounts by limit."""
+        """Return whether no rank exceeds a limit; `sums` are (.., ranks) amounts by limit name."""
         rooms = ((self.room(name, amounts.shape[-1]), amounts) for name, amounts in sums.items())
         return all(bool((amounts <= room).all()) for room, amounts in rooms)
 
@@ -84,9 +84,9 @@ def _limit(name: str, value: object) -> int | tuple[int, ...]:
 
 
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
-    """Return limits on tokens and items alone: `num_bytes / cost.bytes_per_token` tokens.
+    """Return the limits in tokens and items only: bytes become bytes / `cost.bytes_per_token`.
 
-    Without `num_bytes`, the `memory_bytes` of a cluster are the limit.
+    Without `num_bytes`, the cluster's `memory_bytes` is the limit.
     """
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")

@@ -1,6 +1,6 @@
-"""Masks of sequences: which tokens each token sees.
+"""Attention masks of sequences: which tokens each token sees.
 
-Each token sees one run of tokens of its document: up to itself in a causal span, else to its end.
+Each token sees its document from the start: up to itself in a causal span, else to the span's end.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbouring tokens of a sequence under one rule.
+    """Consecutive tokens of a sequence under one mask rule.
 
     Args:
         num_tokens: Tokens of the span.
-        causal: True if each token sees up to itself; else it sees up to the end of the span.
-        new_document: True hides the tokens before the span from the span and all that follow.
+        causal: True if each token sees up to itself; False: up to the end of the span.
+        new_document: True hides the tokens before the span from the span and from all later tokens.
     """
 
     num_tokens: int
@@ -46,7 +46,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Disjoint ascending runs of queries, and the run of keys of each: first rows, lengths."""
+    """Disjoint ascending runs of queries, each with its run of keys: first rows and lengths."""
 
     q_rows: Ints
     q_lens: Ints
@@ -56,7 +56,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """The spans of some sequences, one sequence after the other."""
+    """The spans of several sequences, one sequence after another."""
 
     counts: Ints  # (n,) spans of each sequence
     lens: Ints  # (m,) tokens of each span, one or more
@@ -69,7 +69,7 @@ class Masks:
 
     @classmethod
     def alike(cls, seq_lens: Ints, *, causal: bool) -> "Masks":
-        """Return masks of one span a sequence."""
+        """Return masks with one span per sequence."""
         has_tokens = seq_lens > 0
         lens = seq_lens[has_tokens]
         flags = np.full(lens.size, causal), np.ones(lens.size, bool)
@@ -77,29 +77,29 @@ class Masks:
 
     @classmethod
     def from_words(cls, counts: Ints, words: Ints) -> "Masks":
-        """Read masks from the `words` of their spans."""
+        """Decode masks from the numbers of spans per sequence and their `words`."""
         return cls(counts, words >> 2, (words & 2) > 0, (words & 1) > 0)
 
     @classmethod
     def joined(cls, parts: "list[Masks]") -> "Masks":
-        """Return the masks of all sequences, in their order."""
+        """Join masks of several groups of sequences, in order."""
         each = [(part.counts, part.lens, part.is_causal, part.is_first) for part in parts]
         return cls(*map(np.concatenate, zip(*each, strict=True)))
 
     def to_lists(self) -> list[list[tuple[int, bool, bool]]]:
-        """Return the arguments of each `Span`, by sequence."""
+        """Return the arguments of the `Span`s of each sequence."""
         columns = [column.tolist() for column in (self.lens, self.is_causal, self.is_first)]
         spans, bounds = list(zip(*columns, strict=True)), cumulative(self.counts).tolist()
         return [spans[first:last] for first, last in pairwise(bounds)]
 
     @cached_property
     def words(self) -> Ints:
-        """(m,) each span as one number."""
+        """(m,) spans, each encoded as one number."""
         return self.lens * 4 + self.is_causal * 2 + self.is_first
 
     @cached_property
     def seqs(self) -> Ints:
-        """(m,) the sequence of each span."""
+        """(m,) index of the sequence of each span."""
         return np.repeat(np.arange(self.counts.size), self.counts)
 
     @cached_property
@@ -117,7 +117,7 @@ class Masks:
 
     @cached_property
     def apart(self) -> "Documents":
-        """The documents, none of which sees another."""
+        """The documents as separate sequences; no document sees another."""
         is_start = self.is_first | (self.starts == 0)
         of_span = np.cumsum(is_start) - 1
         num = int(is_start.sum())
@@ -126,19 +126,19 @@ class Masks:
         return Documents(masks, self.seqs[is_start], self.starts[is_start], lens)
 
     def num_pairs(self) -> Floats:
-        """Return (n,) pairs of a query and a key that it sees, by sequence."""
+        """Return (n,) numbers of (query, visible key) pairs of the sequences."""
         lens, before = self.lens.astype(np.float64), self.starts - self.documents
         within = np.where(self.is_causal, (lens + 1.0) / 2.0, lens)
         pairs: Floats = lens * (before + within)
         return np.bincount(self.seqs, pairs, self.counts.size).astype(np.float64)
 
     def of(self, seqs: Ints) -> "Masks":
-        """Return the masks of some sequences, ascending."""
+        """Return the masks of the sequences `seqs`, which ascend."""
         at = ranges(cumulative(self.counts)[seqs], self.counts[seqs])
         return Masks(self.counts[seqs], self.lens[at], self.is_causal[at], self.is_first[at])
 
     def chunks(self, size: int) -> "tuple[Masks, Bools]":
-        """Cut causal documents into pieces of `size` tokens; mark those that continue another."""
+        """Split causal documents into chunks of `size` tokens; flag those that continue another."""
         counts = -(-self.lens // size)
         of_span = np.repeat(np.arange(counts.size), counts)
         places = ranges(np.zeros_like(counts), counts)
@@ -149,10 +149,10 @@ class Masks:
     def before(
         self, queries: Stretch, keys: Stretch, window: int, goes_on: Bools
     ) -> tuple[Pairs, Pairs, Pairs]:
-        """Return keys of the previous window-sized chunk that each query's window still reaches.
+        """Return the keys of the previous chunk, one window long, that each query's window reaches.
 
-        Two lists of rectangles, and one of triangles, whose runs are both read in reverse: a query
-        sees the keys that are less than a window before it.
+        A query sees the keys less than one window before it. Returns two lists of rectangles, and
+        one of triangles; in the triangles, queries and keys are both read in reverse.
         """
         q_from, q_to = self._within(queries)
         first = keys.starts[self.seqs]
@@ -177,9 +177,9 @@ class Masks:
         )
 
     def rectangles(self, queries: Stretch, keys: Stretch) -> Pairs:
-        """Return runs of queries that all see one run of keys; `triangles` has the other pairs.
+        """Return runs of queries that all see the same run of keys; `triangles` has other pairs.
 
-        Queries and keys are the same tokens of a sequence, or have none in common.
+        Queries and keys are the same tokens of a sequence, or have no token in common.
         """
         q_from, q_to = self._within(queries)
         starts, seqs = keys.starts[self.seqs], self.seqs
@@ -189,7 +189,7 @@ class Masks:
         return Pairs(*_at(queries, seqs, q_from, q_to), *_at(keys, seqs, k_from, k_to))
 
     def triangles(self, both: Stretch) -> Pairs:
-        """Return runs of queries that see the keys of their own run up to themselves."""
+        """Return runs of queries in which each query sees the keys of the run up to itself."""
         start, end = self._within(both)
         rows = _at(both, self.seqs, start, np.where(self.is_causal, end, start))
         return Pairs(*rows, *rows)
@@ -204,7 +204,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """(d,) documents of some sequences, each as its own sequence, and where it starts."""
+    """(d,) documents of some sequences: each as its own sequence, and where it starts."""
 
     masks: Masks
     seqs: Ints
@@ -223,7 +223,7 @@ _NAMES = ("full", "causal")
 
 
 def masks_of(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
-    """Check the masks that a user gave for a rank's sequences; None without masks."""
+    """Check the masks that a user gave for a rank's sequences; return None without masks."""
     if masks is None:
         return None
     if isinstance(masks, str) and masks in _NAMES:
@@ -232,7 +232,7 @@ def masks_of(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
         raise ConfigError(f'rank {rank}: masks={shown(masks)}: give "full", "causal", or a list')
     if len(each := cast(Sequence[Any], masks)) != seq_lens.size:
         raise ConfigError(
-            f"rank {rank}: {len(each)} masks for {seq_lens.size} sequences: give one each"
+            f"rank {rank}: {len(each)} masks for {seq_lens.size} sequences: give one per sequence"
         )
     spans = [
         _spans(f"rank {rank}, sequence {place}", mask, num_tokens)
@@ -256,8 +256,8 @@ def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
     ]
     total = sum(span.num_tokens for span in spans)
     if total != num_tokens:
-        wrong = f"{where}: spans of {total} tokens together for a sequence of {num_tokens}"
-        raise ConfigError(f"{wrong}: give spans that add up to it")
+        wrong = f"{where}: spans have {total} tokens in all, the sequence has {num_tokens}"
+        raise ConfigError(f"{wrong}: give spans that add up to the sequence")
     joined: list[Span] = []
     for span in spans:
         if joined and span.causal and joined[-1].causal and not span.new_document:

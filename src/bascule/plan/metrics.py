@@ -1,10 +1,10 @@
-"""Measures of how even the loads of ranks are. Idle ranks count; an idle batch is even."""
+"""Measures of how even ranks' loads are. Idle ranks count; if all are idle, loads are even."""
 
 from bascule.arrays import Floats
 
 
 def imbalance(loads: Floats) -> float:
-    """Return max over mean, at least 1: by how much the slowest rank stretches the step."""
+    """Return the largest load over the mean, at least 1: how much the slowest rank costs a step."""
     mean = float(loads.mean()) if loads.size else 0.0
     return max(float(loads.max()) / mean, 1.0) if mean > 0 else 1.0
 

@@ -1,7 +1,7 @@
-"""Items that ranks bring to a step (sequences, samples, images), as integers that ranks gather.
+"""Describe the items that ranks bring to a step (sequences, images, ..) as integers to gather.
 
-Legend: n items, M microbatches, R ranks that bring items. Items lie by microbatch, then by the rank
-that brought them, then as it lists them.
+Legend: n items, M microbatches, R ranks that bring items. Items are sorted by microbatch, then by
+the rank that brought them, then in that rank's order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ from bascule.plan.masks import Mask, Masks, masks_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """The sequences of a rank, where their lengths alone do not say enough.
+    """The sequences of a rank, if they have masks or cross-attention besides lengths.
 
     Args:
-        seq_lens: Tokens of each.
-        masks: "full", "causal", or the spans of a sequence; one mask for all, or one a sequence, on
-            all ranks or on none. None: each call of attention says whether it is causal.
-        context_lens: Tokens of the context of each, such as text; None without contexts.
+        seq_lens: Tokens of each sequence.
+        masks: One mask for all sequences, or a list with one per sequence: "full", "causal", or
+            spans. All ranks or none have masks. None: each attention call says if it is causal.
+        context_lens: Cross-attention tokens of each sequence, such as text; None without any.
     """
 
     seq_lens: npt.ArrayLike
@@ -64,7 +64,7 @@ class Offer:
         masks: Sequence[Masks | None] = (),
         **columns: npt.ArrayLike | None,
     ) -> Self:
-        """Describe items by counts (M, R) and some of the columns; pairs are floats."""
+        """Make an offer of items from counts (M, R) and some of the columns; pairs are floats."""
         counts = np.asarray(counts, np.int64)
         table = np.repeat(_DEFAULT_ROWS, len(np.asarray(lens)), axis=1)
         for row, name in enumerate(_DEFAULTS):
@@ -84,7 +84,7 @@ class Offer:
 
     @classmethod
     def from_words(cls, gathered: Sequence[Ints]) -> Self:
-        """Join the words of R ranks, in their order; other words may follow an offer's."""
+        """Decode and join the words of R ranks, in order; words after an offer are ignored."""
         num_micro = int(gathered[0][0])
         counts = np.stack([words[2 : 2 + num_micro] for words in gathered], axis=1)
         sizes = counts.sum(axis=0).tolist()
@@ -129,7 +129,7 @@ class Offer:
 
     @cached_property
     def num_ranks(self) -> int:
-        """R, the ranks that bring items."""
+        """R, the number of ranks that bring items."""
         return self.counts.shape[1]
 
     @cached_property
@@ -139,27 +139,27 @@ class Offer:
 
     @cached_property
     def num_bytes(self) -> Ints:
-        """(n,) bytes of each item on the wire."""
+        """(n,) bytes that each item takes when it is sent."""
         return self.table[1]
 
     @cached_property
     def weights(self) -> Ints:
-        """(n,) weight of each item in the mean over all."""
+        """(n,) weight of each item in the mean over all items."""
         return self.table[2]
 
     @cached_property
     def forms(self) -> Ints:
-        """(n,) number of each item's shape: items of one number fit into one call."""
+        """(n,) shape number of each item; items with the same number fit into one call."""
         return self.table[3]
 
     @cached_property
     def pairs(self) -> Floats:
-        """(n,) pairs of a query and a key that attention computes; -1: not known."""
+        """(n,) numbers of (query, key) pairs that attention computes; -1: not known."""
         return self.table[4].view(np.float64)
 
     @cached_property
     def context_lens(self) -> Ints | None:
-        """(n,) tokens of the context of each item; None without contexts."""
+        """(n,) cross-attention tokens of each item; None without any."""
         lens = self.table[5]
         return lens if lens.any() else None
 
@@ -175,7 +175,7 @@ class Offer:
 
     @cached_property
     def num_pairs(self) -> Floats | None:
-        """(n,) pairs of a query and a key that the query sees; None if it sees all of its item."""
+        """(n,) numbers of (query, visible key) pairs; None if each query sees its whole item."""
         lens, pairs = self.lens.astype(np.float64), self.pairs
         contexts = self.context_lens
         if any(self.masks):
@@ -187,7 +187,7 @@ class Offer:
         return within if contexts is None else within + lens * contexts
 
     def sums(self, ranks: Ints, values: Ints | Floats) -> Floats:
-        """Return (M, R) sums of a value of each item, by microbatch and the (n,) ranks."""
+        """Return (M, R) sums of the items' `values`, by microbatch and by the (n,) `ranks`."""
         cells = self.micro * self.num_ranks + ranks
         sums = np.bincount(cells, values, self.counts.size)
         return sums.reshape(self.counts.shape).astype(np.float64)
@@ -214,13 +214,13 @@ def _joined(masks: Sequence[Masks | None], counts: Ints) -> Masks | None:
     if len(without) == np.count_nonzero(counts):
         return None
     if without:
-        wrong = f"ranks {without} give sequences without masks, and others with"
+        wrong = f"ranks {without} give no masks, and other ranks do"
         raise ConfigError(f'{wrong}: give masks=.. on all ranks, "full" where tokens see all')
     return Masks.joined([mask for mask in masks if mask is not None])
 
 
 def offer_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int | None = None) -> Offer:
-    """Check the sequences of all ranks, given as lengths or `Sequences`, one a rank."""
+    """Check the sequences of all ranks: one list of lengths or one `Sequences` per rank."""
     is_list = isinstance(loaded, list | tuple)
     if not is_list or not any(isinstance(item, Sequences) for item in loaded):
         counts, lens = check_lengths(cast(Sequence[npt.ArrayLike], loaded), num_ranks)
@@ -244,6 +244,6 @@ def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> 
     except ConfigError as error:
         raise ConfigError(f"context_lens: {str(error).replace('rank 0', f'rank {rank}')}") from None
     if count != seq_lens.size:
-        needed = f"{seq_lens.size} sequences: give one each, 0 without a context"
+        needed = f"{seq_lens.size} sequences: give one per sequence, 0 without a context"
         raise ConfigError(f"rank {rank}: {count} context_lens for {needed}")
     return lens

@@ -1,8 +1,8 @@
 """Plan a batch: the bag of ranks that computes each sequence, with a bound and index tables.
 
-The makespan comes first, then evenness, then keeping sequences on the ranks that loaded them. Where
-ranks wait for each other in every microbatch, a step takes the sum of the makespans, so each is
-planned on its own; where they wait once a step, it takes the largest sum of one rank's loads.
+A plan minimises the makespan (the slowest rank's load), then unevenness, then moved tokens. If
+ranks wait for each other in every microbatch, a step takes the sum of makespans, so microbatches
+are planned one by one. If ranks wait once per step, it takes the largest sum of one rank's loads.
 """
 
 import hashlib
@@ -78,14 +78,14 @@ class Plan:
     Attributes:
         topology: The bags, over the whole world.
         source_counts: (num_ranks,) sequences that each rank's loader delivered.
-        seq_lens: (num_seqs,) tokens of each sequence, in source order: its place is its global id.
-        bag_of: (num_seqs,) bag that computes it.
-        loads: (num_ranks,) predicted cost of each rank, carried loads included.
+        seq_lens: (num_seqs,) tokens of each sequence, in source order: its index is its global id.
+        bag_of: (num_seqs,) bag that computes each sequence.
+        loads: (num_ranks,) predicted cost of each rank, with the initial loads.
         lower_bound: No plan of these sequences on these bags has a smaller makespan; `gap` and
-            `binding` say how good this one is.
-        masks: The tokens that each token of a sequence sees; None: all.
-        context_lens: (num_seqs,) tokens of the context of each sequence; None without contexts.
-        speeds: (num_ranks,) of the ranks; None: 1.
+            `binding` say how close this plan is.
+        masks: Which tokens each token of a sequence sees; None: all.
+        context_lens: (num_seqs,) cross-attention tokens of each sequence; None without any.
+        speeds: (num_ranks,) speed of each rank; None: all 1.
     """
 
     topology: Topology
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the world that this plan is for."""
+        """Number of ranks of the world that this plan is for."""
         return self.topology.num_ranks
 
     @property
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Bound of the excess over the best makespan: makespan / lower_bound - 1."""
+        """Upper bound on the distance to the best makespan: makespan / lower_bound - 1."""
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
 
     @property
@@ -132,12 +132,12 @@ class Plan:
 
     @property
     def wir(self) -> float:
-        """Largest load over the least; infinite if a rank is idle, 1 if all are."""
+        """Largest load over the smallest; infinite if a rank is idle, 1 if all are idle."""
         return metrics.wir(self.loads)
 
     @property
     def binding(self) -> Binding | None:
-        """The sequence that keeps the slowest bag busy while others wait; None if none does."""
+        """The sequence that alone keeps the slowest bag busy while others wait; else None."""
         if not self.seq_lens.size or self.imbalance <= _EVEN:
             return None
         slowest = int(self.loads.argmax())
@@ -163,18 +163,18 @@ class Plan:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """The chunk of each sequence that each rank computes on."""
+        """The chunks of each sequence that each rank computes on."""
         return Chunks.of(self.topology, self.seq_lens, self.bag_of, self.masks)
 
     @cached_property
     def tokens(self) -> Ints:
-        """(num_ranks,) tokens that each rank computes on."""
+        """(num_ranks,) number of tokens that each rank computes on."""
         return frozen(self.chunks.tokens)
 
     def unbalanced_loads(
         self, cost: Cost, cluster: Cluster | None = None
     ) -> npt.NDArray[np.float64]:
-        """Return (num_ranks,) costs if every sequence stayed home, in the unit of `loads`."""
+        """Return (num_ranks,) costs if no sequence moved, in the unit of `loads`."""
         costs_of = evaluate if cluster is None else cluster.compute_seconds
         costs = costs_of(cost, self.seq_lens, self.offer.num_pairs)
         loads = np.zeros(self.num_ranks)
@@ -199,7 +199,7 @@ class Plan:
 
     @cached_property
     def moved_tokens(self) -> int:
-        """Tokens that leave the rank that loaded them."""
+        """Number of tokens that leave the rank that loaded them."""
         return int(self.seq_lens.sum()) - self.chunks.num_at(self.source_ranks)
 
     def local(self, rank: int) -> LocalLayout:
@@ -207,15 +207,15 @@ class Plan:
         return self.chunks.local(rank)
 
     def bag_lens(self, rank: int) -> Ints:
-        """Return (bag size, m) tokens of the chunks of `local(rank)` on the ranks of its bag."""
+        """Return (bag size, m) tokens that each rank of the bag has of `local(rank)`'s parts."""
         return self.chunks.bag_lens(rank)
 
     def route(self, rank: int) -> Route:
-        """Return a rank's part in the exchange to the compute layout; `.inverse()` restores."""
+        """Return a rank's part in the exchange to the compute layout; `.inverse()` leads back."""
         return self.chunks.route(rank, self.source_ranks)
 
     def context_route(self, rank: int) -> Route:
-        """Return a rank's part in bringing each context to all ranks of its sequence's bag."""
+        """Return a rank's part in sending each context to all ranks of its sequence's bag."""
         source, bags = self.source_ranks, self.bag_of
         lens = np.zeros_like(self.seq_lens) if self.context_lens is None else self.context_lens
         first = cumulative(lens)[:-1]
@@ -229,7 +229,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of the inputs and the bags of sequences; equal on ranks that agree."""
+        """Hex digest of the plan's inputs and decisions; equal on ranks that agree."""
         terms = np.array(self.topology.terms, dtype=np.int64)
         rings = -np.array(self.topology.rings, dtype=np.int64)  # nothing else is negative
         head = np.array([JSON_VERSION, self.topology.num_replicas, len(terms)], dtype=np.int64)
@@ -243,7 +243,7 @@ class Plan:
         return digest.hexdigest()
 
     def to_json(self) -> str:
-        """Return the plan as JSON, with a version; floats survive exactly."""
+        """Return the plan as JSON, with a format version; floats are exact."""
         per_rank = np.split(self.seq_lens, np.cumsum(self.source_counts)[:-1])
         contexts = self.context_lens
         return json.dumps(
@@ -277,22 +277,22 @@ def plan_batch(
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
     Args:
-        seq_lens: One list of token counts a source rank, may be empty; or `Sequences` with masks.
+        seq_lens: One list of token counts per source rank, maybe empty; or `Sequences` with masks.
         topology: The bags, or their spec, repeated to fill the ranks of `seq_lens`. "auto", which
             needs a cluster, chooses among aligned power-of-two subgroups of each node.
-        cost: Predicts the cost of a sequence on one rank; G ranks take a G-th of it.
-        limits: Hard limits of a rank. Bytes are of activations and need a cost model with
-            `bytes_per_token`; the memory of a cluster is then a limit too.
-        initial_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
-        speeds: (num_ranks,) 1 by default; a bag is as fast as its slowest rank.
-        cluster: Makes costs seconds of a forward pass, wires and launches included; tokens that
-            leave their node count before those that leave their rank.
-        locality_tolerance: Share by which the makespan may pass the best so that more tokens stay
-            where they were loaded; 0 gives up evenness alone. Default: neither is given up, but
-            with a cluster of several nodes 0.005.
+        cost: Predicts the cost of a sequence on one rank; on each of G ranks it is a G-th of this.
+        limits: Hard limits of a rank. Limits in bytes concern activations, and need a cost model
+            with `bytes_per_token`; the memory of a cluster is then a limit, too.
+        initial_loads: (num_ranks,) cost that each rank already has, as from earlier microbatches.
+        speeds: (num_ranks,) speed of each rank, default 1; the slowest rank sets a bag's speed.
+        cluster: Makes costs seconds of a forward pass, with communication and launches. The plan
+            then first avoids moves to other nodes, and only then moves to other ranks.
+        locality_tolerance: Share by which the makespan may exceed the best, so that fewer tokens
+            move. 0 keeps the makespan and gives up only evenness. Default: both are kept; with a
+            cluster of several nodes, 0.005.
 
     Returns:
-        The plan; the same on every rank that gives the same arguments.
+        The plan. Ranks that give the same arguments get the same plan.
 
     Raises:
         ConfigError: A length, the topology, the cluster or a limit is illegal.
@@ -316,15 +316,15 @@ def plan_step(
     """Plan all microbatches of an optimiser step at once; see `plan_batch`.
 
     `sync` says when ranks wait for each other: "microbatch" (FSDP that reshards; minimises the sum
-    of the makespans) or "step" (DDP under `no_sync`; minimises the largest sum of a rank). Returns
-    one plan a microbatch, with its own loads and bound; the step takes `step_makespan(plans, ..)`.
-    Errors are those of `plan_batch`, and name the microbatch.
+    of makespans) or "step" (DDP under `no_sync`; minimises the largest sum of a rank's loads).
+    Returns one plan per microbatch, with its own loads and bound; `step_makespan` gives the time of
+    the step. Raises the errors of `plan_batch`, with the microbatch's number.
     """
     terms = Terms(topology, cost, limits, speeds, cluster, locality_tolerance)
     offers = [_of_microbatch(place, offer_of, loaded) for place, loaded in enumerate(microbatches)]
     worlds = {offer.num_ranks for offer in offers}
     if len(worlds) > 1:
-        raise ConfigError(f"microbatches for {sorted(worlds)} ranks: all need the same world")
+        raise ConfigError(f"microbatches for {sorted(worlds)} ranks: give all the same ranks")
     return plan_jointly(terms.priced_step(offers), check_sync(sync))
 
 
@@ -335,10 +335,10 @@ def plan_greedily(
     *,
     cluster: Cluster | None = None,
 ) -> Plan:
-    """Plan by the greedy of KnapFormer (section 3.3), the baseline that plans are compared with.
+    """Plan by KnapFormer's greedy algorithm (section 3.3), a baseline for comparisons.
 
-    Longest first, to the least occupied bag whose remaining capacity suffices. It knows no limits
-    and no homes; a sequence costs what it does on the cheapest kind of bag.
+    It gives sequences, longest first, to the least occupied bag with enough capacity left. It
+    ignores limits and homes, and uses each sequence's cost on the cheapest kind of bag.
     """
     offer = seq_lens if isinstance(seq_lens, Offer) else offer_of(seq_lens)
     priced = Terms(topology, cost, cluster=cluster).priced(offer)
@@ -350,7 +350,7 @@ def plan_greedily(
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
-    """Return the cost of a step: the sum of makespans, or the largest sum of a rank's loads."""
+    """Return the cost of a step: the sum of makespans, or with "step" the largest sum of a rank."""
     if check_sync(sync) == "microbatch":
         return sum(plan.makespan for plan in plans)
     return _largest_sum(plans)
@@ -366,7 +366,7 @@ def check_sync(sync: str) -> Sync:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """Everything but the offer that decides a plan, alike on all ranks; see `plan_batch`."""
+    """All arguments of `plan_batch` but the sequences; the same on all ranks."""
 
     topology: Topology | str
     cost: Cost
@@ -382,23 +382,23 @@ class Terms:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """The terms as texts for ranks to compare: equal texts mean equal plans."""
+        """The terms as texts that ranks compare; equal texts make equal plans."""
         texts = {name: str(getattr(self, name)) for name in Terms.__dataclass_fields__}
         return texts | {"cost": describe_cost(self.cost)}
 
     @cached_property
     def token_limits(self) -> Limits | None:
-        """Limits on tokens and items alone."""
+        """The limits, in tokens and items only."""
         return in_tokens(self.limits, self.cost, self.cluster)
 
     def priced(self, offer: Offer, initial_loads: npt.ArrayLike | None = None) -> "Priced":
-        """Price a microbatch on its bags, on top of the ranks' initial loads."""
+        """Predict the costs of a microbatch on its bags, on top of the ranks' initial loads."""
         limits, cluster, num_ranks = self.token_limits, self.cluster, offer.num_ranks
         ranks = RankState.of(num_ranks, initial_loads, self.speeds)
         if self.topology != "auto":
             topology = Topology.parse(self.topology, world_size=num_ranks)
         elif cluster is None:
-            raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+            raise ConfigError('topology "auto" needs cluster=.., to predict communication')
         else:
             cluster.check_world(num_ranks)
             topology = choose_topology(offer, self.cost, cluster, limits, ranks)
@@ -406,7 +406,7 @@ class Terms:
         return Priced(self, offer, price(offer, topology, self.cost, cluster, ranks))
 
     def priced_step(self, offers: Sequence[Offer]) -> "list[Priced]":
-        """Price the microbatches of a step."""
+        """Predict the costs of the microbatches of a step."""
         return [_of_microbatch(place, self.priced, offer) for place, offer in enumerate(offers)]
 
 
@@ -415,14 +415,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Priced:
-    """A microbatch with the price of each sequence on each bag."""
+    """A microbatch, with the predicted cost of each sequence on each bag."""
 
     terms: Terms
     offer: Offer
     prices: Prices
 
     def plan(self) -> Plan:
-        """Solve for the plan."""
+        """Find the plan."""
         problem = self.prices.problem(self.terms.token_limits)
         cluster, tolerance = self.terms.cluster, self.terms.locality_tolerance
         if tolerance is None and cluster is not None and cluster.num_nodes > 1:
@@ -431,12 +431,12 @@ class Priced:
         return self.plan_of(decision.bin_of, decision.loads, decision.lower_bound)
 
     def as_loaded(self) -> Plan:
-        """Leave every sequence where it was loaded, on bags of one rank; without a bound."""
+        """Return the plan without a bound that moves no sequence, on bags of one rank."""
         owner = self.offer.owner
         return self.plan_of(owner, self.prices.loads(owner), 0.0)
 
     def on_top(self, carried: Floats) -> Plan:
-        """Plan on top of (num_ranks,) carried loads, which the plan's loads do not include."""
+        """Plan on top of (num_ranks,) carried loads, and leave these out of the plan's loads."""
         topology = self.prices.topology
         most = np.maximum.reduceat(carried, topology.first_ranks)
         prices = replace(self.prices, carried=most + self.prices.carried)
@@ -444,7 +444,7 @@ class Priced:
         return self.plan_of(bag_of, self.prices.loads(bag_of), 0.0)
 
     def plan_of(self, bag_of: Ints, bag_loads: Floats, bound: float) -> Plan:
-        """Make the plan of a decision; refuse more tokens on a rank than can be counted."""
+        """Make the plan from an assignment to bags; refuse more than 2^31 - 1 tokens on a rank."""
         offer, topology, state = self.offer, self.prices.topology, self.prices.ranks
         loads, masks = bag_loads[topology.bag_of_rank], offer.masks[0]
         speeds = None if (state.speeds == 1.0).all() else state.speeds
@@ -453,15 +453,15 @@ class Priced:
         if offer.lens.sum(dtype=np.float64) > MAX_TOKENS and plan.tokens.max() > MAX_TOKENS:
             fullest = int(plan.tokens.argmax())
             wrong = f"rank {fullest} would hold {plan.tokens[fullest]} tokens"
-            raise PlanError(f"{wrong}, above {MAX_TOKENS}: use larger bags, or shorter sequences")
+            raise PlanError(f"{wrong}, over {MAX_TOKENS}: use larger bags, or shorter sequences")
         return plan
 
 
 def plan_jointly(microbatches: Sequence[Priced], sync: Sync) -> tuple[Plan, ...]:
     """Plan the microbatches of a step.
 
-    If ranks wait for each other once a step, the longest microbatch is planned first, the others on
-    top of those before; then each again on top of all others.
+    If ranks wait once per step, the longest microbatch is planned first, and each later one on top
+    of the loads so far. Then each is planned again, on top of the loads of all others.
     """
     alone = tuple(_of_microbatch(place, Priced.plan, m) for place, m in enumerate(microbatches))
     if sync == "microbatch" or len(alone) < 2:
@@ -512,7 +512,7 @@ least gain; "exchange": moving takes longer than it saves; "limits": only the lo
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The reason for which the items of a step move, or stay."""
+    """The reason why the items of a step move or stay."""
 
     applied: bool
     reason: Reason
@@ -521,9 +521,9 @@ class Verdict:
 
 
 def weigh(before: float, after: float, *, min_gain: float = 0.0, exchange: float = 0.0) -> Reason:
-    """Say whether items should move, by the makespans without and with, and the exchange's cost.
+    """Decide whether items move, from the makespans before and after and the exchange's cost.
 
-    `min_gain` is a share of the makespan before. Also for bounds of what could be gained.
+    `min_gain` is a share of the makespan before. `after` may also be a bound on it.
     """
     if before <= after * _ROUNDING:
         return "even"
@@ -552,10 +552,10 @@ def _homes(priced: Priced, ceiling: float) -> Homes:
 def bring_home(
     priced: Priced, problem: Problem, decision: Assignment, tolerance: float | None
 ) -> Assignment:
-    """Change the earliest plan so that fewer tokens leave home.
+    """Change the plan with the smallest makespan so that fewer tokens leave home.
 
-    A tolerance of 0.01 accepts a makespan 1 % later; None only relabels equal bags, and moves
-    nothing where the batch as loaded is as early and as even.
+    A tolerance of 0.01 accepts a makespan 1 % larger. None only renames equal bags, and moves
+    nothing if the batch as loaded has as small a makespan and is as even.
     """
     if not problem.num_items or problem.num_bins == 1:
         return decision

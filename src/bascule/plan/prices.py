@@ -1,8 +1,8 @@
 """Predict what each sequence costs on each kind of bag.
 
-Bags of one *kind* have the same size and the same wires. Without a cluster, P ranks take 1/P of a
-cost; only uneven head shares make further kinds. With one, a sequence has a price on each kind
-(`Cluster.sequence_seconds`) and hides only its own exchanges in a ring, so that prices add up.
+Bags of one *kind* have the same size and the same links. Without a cluster, P ranks each have 1/P
+of a cost, and only uneven shares of heads make further kinds. With a cluster, each kind has its own
+cost (`Cluster.sequence_seconds`). A sequence hides only its own ring exchanges, so costs add up.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _SLOWEST = 1e-3  # least speed of a rank that is not broken; 1 / _SLOWEST is the
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankState:
-    """Costs (num_ranks,) that ranks carry already, and speeds, 1 where the cost model is right."""
+    """(num_ranks,) costs that ranks already carry, and speeds, 1 if the cost model is right."""
 
     carried: Floats
     speeds: Floats
@@ -44,7 +44,7 @@ class RankState:
         if initial_loads is not None:
             carried = amounts("initial_loads", initial_loads)
             if carried.size != num_ranks:
-                needed = f"give one cost for each of the {num_ranks} ranks"
+                needed = f"give one cost per rank, {num_ranks} in all"
                 raise ConfigError(f"initial_loads of shape {carried.shape}: {needed}")
         if speeds is not None:
             fast = amounts("speeds", speeds)
@@ -57,7 +57,7 @@ class RankState:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """The price of each sequence on each kind of bag, times its ranks; and the bags."""
+    """The bags, and the cost of each sequence on each kind of bag, times the bag's ranks."""
 
     lens: Ints  # (num_seqs,) tokens
     topology: Topology  # the bags
@@ -72,16 +72,16 @@ class Prices:
 
     @cached_property
     def work(self) -> Floats:
-        """(num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks."""
+        """(num_kinds, num_seqs) costs of the sequences on a bag of each kind, times its ranks."""
         return self.parts.sum(axis=0)
 
     def loads(self, bag_of: Ints) -> Floats:
-        """Return (num_bags,) the cost of each bag under an assignment."""
+        """Return (num_bags,) costs of the bags under an assignment."""
         work = self.work[self.kinds[bag_of], np.arange(bag_of.size)]
         return self.carried + np.bincount(bag_of, work, self.speeds.size) / self.speeds
 
     def exposed_host(self, bag_of: Ints) -> Floats:
-        """Return (num_bags,) the seconds by which hosts lag behind; no sum over sequences."""
+        """Return (num_bags,) seconds by which the host lags behind; it is no sum over sequences."""
         host = np.bincount(bag_of, minlength=self.speeds.size) * self.host[self.kinds]
         compute = self.parts[0, self.kinds[bag_of], np.arange(bag_of.size)]
         compute = np.bincount(bag_of, compute, self.speeds.size) / self.speeds
@@ -103,7 +103,7 @@ class Prices:
 def price(
     offer: Offer, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
 ) -> Prices:
-    """Price a microbatch on the bags of a topology; a slow rank slows all that its bag does."""
+    """Predict the costs of a microbatch on a topology's bags; a slow rank slows its whole bag."""
     lens, num_heads = offer.lens, heads_of(cost)
     bags = topology.for_heads(num_heads)
     if cluster is None:
@@ -132,7 +132,7 @@ def price(
 
 
 def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[BagShape], Ints]:
-    """Return the kinds of bags, told apart by the worst Ulysses group; (num_bags,) kind of each."""
+    """Return the kinds of bags, by their worst Ulysses group, and the (num_bags,) kinds."""
     groups, sizes = topology.ulysses_groups, topology.bag_sizes
     first_groups = groups.bag_of_rank[topology.first_ranks]
     in_node = np.minimum.reduceat(_ranks_in_node(groups, cluster), first_groups)
@@ -151,7 +151,7 @@ def _ranks_in_node(topology: Topology, cluster: Cluster) -> Ints:
 
 
 def checked(costs: Floats, offer: Offer) -> Floats:
-    """Return the costs of a user's model, if all are finite and at least 0."""
+    """Return the costs that a user's model gave; refuse costs that are not finite or below 0."""
     legal = np.isfinite(costs) & (costs >= 0)
     if not legal.all():
         bad = int(np.argmin(legal))
@@ -160,7 +160,7 @@ def checked(costs: Floats, offer: Offer) -> Floats:
         raise ConfigError(f"rank {rank}, sequence {place}: {wrong}; give finite costs >= 0")
     with np.errstate(over="ignore"):
         if costs.sum() > 1e300:  # later sums must stay finite
-            raise ConfigError(f"costs up to {costs.max()} overflow in a sum; use a larger unit")
+            raise ConfigError(f"costs up to {costs.max()} overflow when summed; use a larger unit")
     return costs
 
 
@@ -175,6 +175,6 @@ def check_sizes(offer: Offer, topology: Topology, limits: Limits | None) -> None
     if (longest := int(offer.lens[worst])) > room:
         rank, place = source_of(worst, offer.counts[0])
         raise PlanError(
-            f"rank {rank}, sequence {place}: {longest} tokens miss the limit of the largest bag, "
-            f"{room} ({fewest} a rank), by {longest - room}: use a larger bag, or raise the limit"
+            f"rank {rank}, sequence {place}: {longest} tokens exceed the limit of the largest bag, "
+            f"{room} ({fewest} per rank), by {longest - room}: use a larger bag, or raise the limit"
         )

@@ -1,21 +1,21 @@
-"""Chunks of sequences on ranks, and the index tables that move their tokens there.
+"""Split sequences into chunks on ranks, and make the index tables that move tokens there.
 
-Both layouts follow the order of global sequence ids: *source*, as loaded, and *compute*, in which
-each rank of a bag has one chunk of each of its sequences. Sequences A of six tokens and B of two,
-loaded by ranks 0 and 1, in a bag of two ranks::
+Two layouts follow the order of global sequence ids: *source* is as loaded; in *compute*, each rank
+of a bag has one chunk of each of the bag's sequences. For example, ranks 0 and 1 loaded sequences A
+of six tokens and B of two, and both sequences go to a bag of these two ranks::
 
                      rank 0              rank 1
     source           A0 A1 A2 A3 A4 A5   B0 B1
     g2n1             A0 A1 A2 B0         A3 A4 A5 B1
     g1r2n1, causal   A0 A1 A5 B1         A2 A3 A4 B0
 
-A bag of G * R ranks cuts a sequence into as many chunks: ring rank r, of G ranks that share heads,
-has the G chunks from r G on. Under causal masks there are twice as many, and ring rank r has the
-r-th and the (2 R - 1 - r)-th run of G, early chunks first (zigzag), so that all have the same work;
-documents that do not see each other are cut one by one.
+A bag of G * R ranks splits a sequence into G * R chunks. Ring rank r is a group of G ranks that
+share heads, and has the G chunks from chunk r G on. Causal masks need twice as many chunks: ring
+rank r then has the r-th and the (2 R - 1 - r)-th run of G chunks, early chunks first (zigzag), so
+that all have the same work. Documents that do not see each other are split separately.
 
-An all-to-all delivers in the order of source ranks: only where a rank has two chunks of a sequence,
-a second pass puts them in place.
+An all-to-all delivers in the order of source ranks. Only if a rank has two chunks of a sequence, a
+second pass puts them in place.
 """
 
 from dataclasses import dataclass
@@ -50,9 +50,9 @@ class Route:
         *,
         starts: Ints | None = None,
     ) -> "Route":
-        """Return a rank's part in moving (n,) items, runs of `lens` rows; they arrive as listed.
+        """Return a rank's part in sending (n,) items of `lens` rows; they arrive in listed order.
 
-        An item is listed for each receiver. `starts` are first rows at the senders, or None.
+        List an item once per receiver. `starts` are the items' first rows at the senders, or None.
         """
         sent, received = np.flatnonzero(source == rank), np.flatnonzero(dest == rank)
         first = cumulative(lens[sent])[:-1] if starts is None else starts[sent]
@@ -81,7 +81,7 @@ class Route:
 class LocalLayout:
     """The n chunks that one rank computes on, packed without padding.
 
-    In a bag with a ring, under causal masks, first come all early chunks, then the late ones.
+    In a bag with a ring and causal masks, all early chunks precede all late chunks.
     """
 
     seq_ids: Ints  # (n,) global ids of the sequences, ascending; alike on all ranks of the bag
@@ -96,7 +96,7 @@ class LocalLayout:
 def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.ArrayLike) -> Ints:
     """Return where chunk `index` of each sequence begins; `index = bag size` gives its length.
 
-    Every rank gets L // G tokens, and L % G ranks, from the rotation on, one more. All broadcast.
+    Ranks get L // G tokens; from the rotation on, L % G ranks get one more. Arguments broadcast.
     """
     base, extra = seq_lens // bag_sizes, seq_lens % bag_sizes
     before = np.asarray(index, dtype=np.int64)
@@ -106,10 +106,10 @@ def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.Ar
 
 
 def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
-    """Return the rank in its bag that gets the first spare token of each sequence.
+    """Return (n,) ranks within bags that get the first spare token of each sequence.
 
-    It follows the rank with the last spare token of the sequence before, so that the tokens of the
-    ranks of a bag differ by at most one.
+    This rank follows the one that got the last spare token of the previous sequence. So the numbers
+    of tokens of a bag's ranks differ by at most one.
     """
     if bag_sizes.max() == 1:
         return np.zeros_like(seq_lens)
@@ -129,7 +129,7 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
 
 
 def sending(first: Ints, lens: Ints, dest: Ranks, num_ranks: int) -> tuple[Ints, Ints]:
-    """Return the row to send at each place, by destination; rows to each rank."""
+    """Return the rows to send, sorted by destination, and the number of rows for each rank."""
     order = np.argsort(dest, kind="stable")
     return ranges(first[order], lens[order]), sums_by(dest, lens, num_ranks)
 
@@ -144,7 +144,7 @@ def _inverse_permutation(index: Ints | None) -> Ints | None:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks of a plan's parts: its sequences, or their documents where these are cut alone."""
+    """Chunks of a plan's parts: its sequences, or their documents if these are split separately."""
 
     topology: Topology
     seq_lens: Ints  # (n,) tokens of each part
@@ -156,7 +156,7 @@ class Chunks:
 
     @classmethod
     def of(cls, topology: Topology, seq_lens: Ints, bag_of: Ints, masks: Masks | None) -> Self:
-        """Cut sequences, or their documents, in bags."""
+        """Split sequences, or their documents, over the ranks of their bags."""
         is_zigzag = masks is not None and bool(masks.is_causal.any())
         if masks is None or masks.apart.seqs.size <= np.count_nonzero(seq_lens):
             every, begins = np.arange(seq_lens.size), np.zeros_like(seq_lens)
@@ -167,7 +167,7 @@ class Chunks:
 
     @cached_property
     def counts(self) -> Ints:
-        """(num_bags,) chunks that a bag cuts a sequence into."""
+        """(num_bags,) number of chunks into which each bag splits a sequence."""
         sizes = self.topology.bag_sizes
         return sizes * (1 + (self.topology.ring_degrees > 1)) if self.is_zigzag else sizes
 
@@ -220,7 +220,7 @@ class Chunks:
 
     @cached_property
     def tokens(self) -> Ints:
-        """(num_ranks,) tokens that each rank has."""
+        """(num_ranks,) number of tokens that each rank has."""
         bags = np.repeat(np.arange(self.counts.size), self.counts)
         chunks = ranges(np.zeros_like(self.counts), self.counts)
         counts = self.counts[self.bag_of]
@@ -233,7 +233,7 @@ class Chunks:
         return sums_by(ranks, lens, self.topology.num_ranks)
 
     def num_at(self, source_ranks: Ints) -> int:
-        """Count the tokens that are computed where their sequences were loaded."""
+        """Count the tokens that are computed on the rank that loaded them."""
         ranks, bags, everything = source_ranks[self.seqs], self.bag_of, slice(None)
         sizes, place = self.topology.bag_sizes[bags], ranks - self.topology.first_ranks[bags]
         is_in_bag = (place >= 0) & (place < sizes)
@@ -245,7 +245,7 @@ class Chunks:
         return int(np.where(is_in_bag, lens, 0).sum())
 
     def bag_lens(self, rank: int) -> Ints:
-        """Return (bag size, m) tokens of the chunks of `LocalLayout`, on the ranks of the bag."""
+        """Return (bag size, m) tokens that each rank of the bag has of the m parts of `local`."""
         bag = int(self.topology.bag_of_rank[rank])
         lens = np.diff(self._cut(bag)[1], axis=0)
         if self.num_on_a_rank(bag) == 1:
@@ -270,7 +270,7 @@ class Chunks:
         )
 
     def route(self, rank: int, source_ranks: Ints) -> Route:
-        """Return the part of a rank in the exchange from where sequences were loaded."""
+        """Return a rank's part in the exchange from the loaded to the compute layout."""
         num_ranks, source = self.topology.num_ranks, source_ranks[self.seqs]
         source_counts = np.bincount(source, minlength=num_ranks)
         parts, first, end = self._of_rank(rank)

@@ -1,4 +1,4 @@
-"""Bags of ranks that work together: the topology grammar of KnapFormer (section 3.2), made total.
+"""Bags of ranks that share sequences: the topology grammar of KnapFormer (section 3.2), extended.
 
 `g1n2+g2n1+g4n1` is a unit of eight ranks: two bags of one rank, one of two and one of four.
 Replicas of the unit fill a larger world, each on the next contiguous ranks.
@@ -24,7 +24,7 @@ Degrees = tuple[int, int]
 
 
 def all_degrees(num_ranks: int) -> list[Degrees]:
-    """Return the (ring, Ulysses) degrees of all meshes of so many ranks, most Ulysses first."""
+    """Return the (ring, Ulysses) degrees of all meshes of `num_ranks`, largest Ulysses first."""
     return [(ring, num_ranks // ring) for ring in range(1, num_ranks + 1) if num_ranks % ring == 0]
 
 
@@ -153,7 +153,7 @@ class Topology:
 
     @cached_property
     def ulysses_groups(self) -> "Topology":
-        """The topology whose bags are the groups of consecutive ranks that share heads."""
+        """The topology whose bags are this one's Ulysses groups, which share heads."""
         terms = tuple((size // ring, count * ring) for size, count, ring in self._terms_with_rings)
         return Topology(terms, self.num_replicas)
 
@@ -165,13 +165,13 @@ class Topology:
         return BagPlace(bag, ring=ring, ulysses=ulysses, ulysses_degree=degree)
 
     def ring(self, rank: int) -> range:
-        """Return the ranks of the ring of `rank` in ring order: one of each Ulysses group."""
+        """Return the ranks of the ring of `rank`, in ring order: one rank of each Ulysses group."""
         bag, _, ulysses, degree = self.place_of(rank)
         first = int(self.first_ranks[bag])
         return range(first + ulysses, first + int(self.bag_sizes[bag]), degree)
 
     def for_heads(self, num_heads: int | None) -> "Topology":
-        """Return the bags with longer rings where a Ulysses group would have too few heads."""
+        """Return the topology with longer rings in bags with fewer heads than Ulysses ranks."""
         if num_heads is None:
             return self
         rings: list[int] = []

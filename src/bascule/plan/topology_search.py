@@ -1,7 +1,7 @@
 """Search for the topology on which a batch ends first, among aligned bags of 2^k ranks.
 
-A unit is a few nodes. A bound that lets sequences be cut at will ranks all sets of bags that fill a
-unit; the solver plans the most promising, until the next bound is no better than the best plan.
+A unit is a few nodes. A bound, for which sequences may be split at will, ranks all sets of bags
+that fill a unit. The solver plans the most promising, until no next bound beats the best plan.
 """
 
 import math
@@ -38,7 +38,7 @@ _MAX_NODES = 512  # most nodes among which bags are swapped
 
 @dataclass(frozen=True, slots=True)
 class RankedTopology:
-    """A unit of bags, with predicted means over the batches."""
+    """A unit of bags, with predictions averaged over the batches."""
 
     spec: str
     seconds: float  # makespan of a forward pass, with wires, launches and exposed host
@@ -53,8 +53,8 @@ class TopologyRanking:
 
     Attributes:
         best: The first topology, over the whole cluster.
-        rows: The topologies that were solved.
-        num_candidates: Topologies that were ranked by their bound.
+        rows: The topologies that were planned in full.
+        num_candidates: Number of topologies that were ranked by their bound.
     """
 
     best: Topology
@@ -69,16 +69,16 @@ def suggest_topology(
     *,
     limits: Limits | None = None,
 ) -> TopologyRanking:
-    """Rank the topologies of a cluster for batches, among them each with bags of one size.
+    """Rank the topologies of a cluster for batches, with all that have bags of only one size.
 
     Args:
-        batches: Sequences of each batch, as `plan_batch` takes them.
+        batches: Sequences of each batch, as `plan_batch` accepts them.
         cost: Predicts the cost of a sequence on one rank.
         cluster: The machines.
         limits: Hard limits of a rank; topologies that cannot keep them are left out.
 
     Raises:
-        ConfigError: No batch, or one for another cluster. PlanError: No topology keeps the limits.
+        ConfigError: No batch, or a wrong number of ranks. PlanError: No topology keeps the limits.
     """
     of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..)")
     limits = in_tokens(limits, cost, cluster)

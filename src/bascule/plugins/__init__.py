@@ -1,1 +1,1 @@
-"""Adapters that switch balancing on in other trainers by arguments alone; one file a trainer."""
+"""Adapters that switch balancing on in other trainers by arguments only; one file per trainer."""

@@ -1,4 +1,4 @@
-"""Run a script whose Trainer knows the callback "bascule" as a value of ``--report_to``."""
+"""Run a script, and let its Trainer accept ``--report_to bascule``, which adds a callback."""
 
 import contextlib
 import runpy
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
-    """Add an entry to a trainer's table, and restore the table at the end of the `with`."""
+    """Add an entry to a trainer's table, and restore the table when the `with` block ends."""
     before = dict(table)
     table[name] = value
     try:
@@ -21,7 +21,7 @@ def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[
 
 
 def run_script() -> None:
-    """Run the script that the first argument names, with the other arguments."""
+    """Run the script in the first argument, with the other arguments."""
     sys.argv = sys.argv[1:]
     if not Path(sys.argv[0]).is_file():
         sys.exit(f"bascule: there is no script {sys.argv[0]}")

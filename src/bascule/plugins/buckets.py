@@ -1,4 +1,4 @@
-"""A sampler for scripts with buckets of shapes: all ranks get the same bucket in a step."""
+"""A sampler for scripts with buckets of shapes: in each step, all ranks use the same bucket."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +15,10 @@ from bascule.errors import ConfigError
 class BalancedBuckets(BatchSampler):
     """A sampler of this rank's batches from a script's buckets; no sample is dropped.
 
-    In a step all ranks have batches of one bucket, as in diffusers' dreambooth. Samples left over
-    are put into steps of similar shapes. A rank without a sample repeats one, which `loss_scale`
-    leaves out. The order of an epoch depends on the seed and the epoch's number. An epoch ends with
-    an optimizer step of the script's Accelerator: the largest batches are halved for it.
+    In a step, all ranks have batches of one bucket, as in diffusers' dreambooth. Samples left over
+    go into steps of similar shapes. A rank without a sample repeats a sample, which `loss_scale`
+    leaves out. Seed and epoch number decide the order. An epoch ends with a whole optimizer step of
+    the script's Accelerator; if needed, the largest batches are halved.
 
     Args:
         batches: The script's sampler: ``bucket_indices`` has the samples of each bucket,

@@ -13,10 +13,10 @@ from bascule.plan.epoch import DealRules, StepTable, deal_step
 
 
 class DealtBatches(BatchSampler):
-    """A sampler of the batches of `rank`, or of all ranks, microbatch by microbatch.
+    """A sampler that yields the batches of `rank`, or of all ranks, microbatch by microbatch.
 
-    A step keeps its samples. The last microbatch of an epoch is filled up with the first samples,
-    as accelerate does; microbatches that are then less than a step are not dealt.
+    A step keeps its samples. The epoch's first samples fill up its last microbatch, as in
+    accelerate; microbatches after the last whole step are not dealt.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DealtBatches(BatchSampler):
         return num // group if self.drop_last else -(-num // group)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a sampler that takes it."""
+        """Pass the epoch on to the wrapped sampler, if it has `set_epoch`."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
 

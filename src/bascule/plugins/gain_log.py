@@ -29,7 +29,7 @@ class GainLog(TrainerCallback):
                 self._gain.add(before, after, mean, time.perf_counter())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Pause the timer of steps: saving, evaluation and the start of an epoch do not count."""
+        """Pause the step timer, because saving, evaluation and epoch starts do not count."""
         self._gain.pause()
 
     on_evaluate = on_epoch_begin = on_save

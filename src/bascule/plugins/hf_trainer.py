@@ -19,8 +19,8 @@ class BalanceCallback(GainLog):
     """A callback that gives processes even work; a step keeps its samples and its loss.
 
     Args:
-        lengths: Tokens of each sample. None: those of "input_ids", all read at the start.
-        cost: Cost of a sample. None: a transformer with the model's width and layers.
+        lengths: Tokens of each sample. None: read the lengths of all "input_ids" at the start.
+        cost: Cost model of samples. None: a transformer with the model's width and layers.
     """
 
     def __init__(self, lengths: npt.ArrayLike | None = None, cost: Cost | None = None) -> None:
@@ -77,7 +77,7 @@ def rules_of(args: Any, model: Any, *, num_ranks: int, padded: bool) -> DealRule
 
 
 def cost_of(model: Any) -> TransformerCost:
-    """Return a cost with the width and the number of layers of a model's config."""
+    """Return a cost model with the width and the number of layers of a model's config."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width, depth = (getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers"))

@@ -20,14 +20,14 @@ _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "p
 
 
 class BalancedPackingScheduler:
-    """A `BasePackingScheduler` that gives data-parallel ranks packs of the same work.
+    """A `BasePackingScheduler` that gives data-parallel ranks packs with the same work.
 
     Args:
         max_seqlen_per_dp_cp_rank: Most tokens of a microbatch on a rank.
-        cp_size: Ranks that share each pack.
-        dp_size: Data-parallel ranks.
-        microbatch_group_size_per_vp_stage: The number of microbatches is a multiple of it.
-        cost: Cost of a sequence. None: a transformer of the size in the config that `run` gets.
+        cp_size: Number of context-parallel ranks, which share each pack.
+        dp_size: Number of data-parallel ranks.
+        microbatch_group_size_per_vp_stage: The number of microbatches is a multiple of this.
+        cost: Cost model of sequences. None: a transformer sized by the config that `run` receives.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class BalancedPackingScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]]
     ) -> list[list[list[int]]]:
-        """Return ids of the sequences of each microbatch and rank, in the fewest microbatches.
+        """Return the ids of sequences by microbatch and rank, in the fewest microbatches.
 
-        `sample_id_seqlens` has id and tokens of each sequence. PlanError: a sequence is longer than
-        a pack, or there are fewer sequences than packs.
+        `sample_id_seqlens` has the id and the tokens of each sequence. PlanError: a sequence is
+        longer than a pack, or there are fewer sequences than packs.
         """
         ids, lengths = np.array(sample_id_seqlens, dtype=np.int64).reshape(-1, 2).T
         costs = evaluate(self._cost or TransformerCost(4096), lengths)

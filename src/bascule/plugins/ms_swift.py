@@ -22,7 +22,7 @@ _SETTINGS = (
 
 
 class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
-    """ms-swift's trainer of causal models, with even work of all processes in a step."""
+    """ms-swift's trainer of causal models, with even work for all processes in each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._gain_log = GainLog()
@@ -30,7 +30,7 @@ class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
         self.callback_handler.callbacks.insert(1, self._gain_log)  # before those that report
 
     def get_train_dataloader(self, skip_batches: int = 0) -> Any:
-        """Return ms-swift's loader, with batches that are dealt evenly over processes."""
+        """Return ms-swift's loader, with batches dealt evenly over processes."""
         loader: Any = super().get_train_dataloader(skip_batches)
         args, dataset = self.args, self.train_dataset
         if args.world_size == 1:

@@ -16,7 +16,7 @@ from bascule.machine.costs import Cost, TransformerCost
 
 
 class EpochAfterEpoch(BalancedSampler):
-    """A balanced batch sampler that sets the next epoch at the end of each."""
+    """A balanced batch sampler that sets the next epoch at the end of each epoch."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from super().__iter__()
@@ -25,7 +25,7 @@ class EpochAfterEpoch(BalancedSampler):
 
 @dataclass
 class BalancedBatchSampler:
-    """A `BatchSamplerConfig` of NeMo, for losses that are divided by the labels of all ranks."""
+    """A `BatchSamplerConfig` of NeMo, for losses divided by the number of labels on all ranks."""
 
     lengths: npt.ArrayLike  # tokens of each sample
     cost: Cost
@@ -44,7 +44,7 @@ class BalancedBatchSampler:
 
 @dataclass
 class BalancedDataloaderConfig(DataloaderConfig):
-    """The loader of NeMo, with a `BalancedBatchSampler` for the samples of its dataset."""
+    """NeMo's loader configuration, with a `BalancedBatchSampler` for its dataset."""
 
     cost: Cost = field(default_factory=TransformerCost)
     global_batch_size: int = 1
@@ -67,9 +67,9 @@ class BalancedDataloaderConfig(DataloaderConfig):
 
 
 class BalancedFinetuneRecipe(TrainFinetuneRecipeForNextTokenPrediction):
-    """NeMo's recipe, with even work of the data-parallel ranks in each step.
+    """NeMo's recipe, with even work for the data-parallel ranks in each step.
 
-    A section ``bascule: {d_model: .., num_layers: ..}`` of the YAML gives the cost.
+    The YAML's section ``bascule: {d_model: .., num_layers: ..}`` gives the cost model.
     """
 
     def setup(self) -> None:

@@ -1,4 +1,4 @@
-"""A loader for torchtitan that moves documents, so that attention takes ranks equally long."""
+"""A loader for torchtitan that moves documents, so that ranks spend equal time on attention."""
 
 # pyright: reportMissingImports=false
 
@@ -30,16 +30,16 @@ _MIN_GAIN = 0.02  # share of a step, beside the padding
 class BalancedDataLoader(BaseDataLoader):
     """A loader that deals the documents of another loader over the data-parallel ranks.
 
-    A batch is one row (1, T) of documents, told apart by "positions", for flex and varlen
-    attention. The loss does not change: torchtitan divides its sum by the labels of all ranks.
-    Loaded rows have equal tokens; a step keeps its rows where moving documents gains too little.
+    A batch is one row (1, T) of documents, which "positions" separate, for flex and varlen
+    attention. The loss does not change, because torchtitan divides its sum by the labels of all
+    ranks. Loaded rows have equal tokens; a step keeps them if moving documents gains too little.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """The loader, the model's size, and most tokens of a rank over those of its batch.
+        """The loader, the model's size, and a rank's most tokens over its loaded tokens.
 
-        `gamma` is a `TransformerCost`'s; 0.5 since causal attention computes half of the pairs.
+        `gamma` is as in `TransformerCost`; 0.5, because causal attention computes half the pairs.
         """
 
         inner: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
@@ -52,7 +52,7 @@ class BalancedDataLoader(BaseDataLoader):
         rank, num_ranks = runtime["dp_rank"], runtime["dp_world_size"]
         if num_ranks != dist.get_world_size():
             what = f"dp_world_size={num_ranks} of {dist.get_world_size()} processes"
-            raise ConfigError(f"{what}: BalancedDataLoader is for data parallelism alone")
+            raise ConfigError(f"{what}: use BalancedDataLoader only with data parallelism")
         tokens = runtime["seq_len"] * runtime["local_batch_size"]
         self._name, self._is_silent = f"dp_rank_{rank}", rank > 0
         self._min_gain = min(_MIN_GAIN + (_MULTIPLE - 1) / tokens, 1.0)

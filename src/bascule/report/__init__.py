@@ -1,1 +1,1 @@
-"""Pictures and pages of what was planned, measured or simulated."""
+"""Pictures and pages that show plans, measurements and simulations."""

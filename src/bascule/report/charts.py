@@ -1,4 +1,4 @@
-"""Charts as HTML and SVG that need no script: legible on a phone, in the dark, and in print."""
+"""Charts in HTML and SVG without scripts: legible on a phone, in dark mode, and in print."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def draw_loads(before: npt.ArrayLike, after: npt.ArrayLike, unit: str) -> Chart:
 
 
 def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:
-    """Draw how many sequences there are of each length, in classes of about a common ratio."""
+    """Draw a histogram of sequence lengths, in classes that grow by about the same ratio."""
     lens = np.asarray(seq_lens, int)
     shown = lens[lens > 0]
     if not len(shown):
@@ -96,7 +96,7 @@ def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:
 def draw_bars(
     title: str, words: str, names: Sequence[str], parts: Mapping[str, npt.ArrayLike], unit: str
 ) -> Chart:
-    """Draw a bar for each name, stacked of parts; `parts` has the (bars,) values of each."""
+    """Draw a bar for each name, stacked from parts; `parts` has each part's (bars,) values."""
 
     def draw() -> str:
         values = {part: np.asarray(x).tolist() for part, x in parts.items()}
@@ -125,9 +125,9 @@ def draw_lines(
     across: npt.ArrayLike | None = None,
     points: Mapping[str, Points] | None = None,
 ) -> Chart:
-    """Draw lines of (steps,) values by name, at the places `across`, by default 0, 1, ..
+    """Draw named lines of (steps,) values at the positions `across`, by default 0, 1, ..
 
-    `axes` are names or units of both axes. With measured `points`, both axes are logarithmic.
+    `axes` labels both axes. With measured `points`, both axes are logarithmic.
     """
 
     def draw() -> str:
@@ -164,7 +164,7 @@ def draw_map(
     names: Sequence[str],
     classes: Callable[[], npt.ArrayLike],
 ) -> Chart:
-    """Draw the (rows, columns) classes of cells, as numbers of `names`; row 0 is the uppermost."""
+    """Draw (rows, columns) cells, whose values index `names`; row 0 is at the top."""
 
     def draw() -> str:
         cells = np.asarray(classes(), int)

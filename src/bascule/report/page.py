@@ -1,4 +1,4 @@
-"""Reports of commands, for a console and as one HTML page that loads nothing from the network."""
+"""Reports of commands, for a console and as an HTML page that loads nothing from the network."""
 
 import json
 import math
@@ -60,7 +60,7 @@ class Rows:
     bars: Sequence[float] = ()  # lengths of bars beside the rows, on a console
 
     def is_number(self, place: int) -> bool:
-        """Return whether a column has numbers alone."""
+        """Return whether a column has only numbers."""
         return all(isinstance(row[place], int | float | None) for row in self.rows)
 
     @property

@@ -57,8 +57,8 @@ class _Bar:
 def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str = "TFLOP") -> str:
     """Draw a batch as it was loaded, and below it as planned; return the SVG.
 
-    A bar is a rank, a segment a sequence or a rank's share of one: its width is the cost, its
-    colour the length. Wires, launches and carried loads are grey; waiting is hatched.
+    Each bar is a rank. Each segment is a sequence, or a rank's share of a sequence: its width is
+    the cost, its colour the length. Communication, launches, carried loads: grey; waiting: hatched.
     """
     bounds = _bounds(plan.seq_lens)
     costs_of = evaluate if cluster is None else cluster.compute_seconds

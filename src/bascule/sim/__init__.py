@@ -1,4 +1,4 @@
-"""Simulations of training on a cluster: what balancing is worth, without the machines."""
+"""Simulate training and serving on a cluster, to predict the gain of balancing without machines."""
 
 from bascule.sim.results import SimulationResult as SimulationResult
 from bascule.sim.seconds import SimulationOptions as SimulationOptions

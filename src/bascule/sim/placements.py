@@ -1,4 +1,4 @@
-"""Place the samples of a run's microbatches: as loaded, as trainers deal them, or as planned.
+"""Place the samples of microbatches on ranks: as loaded, as trainers deal them, or as planned.
 
 Legend: n sequences of a microbatch, N ranks.
 """
@@ -44,20 +44,20 @@ class Placement:
 
     @property
     def computed(self) -> Ints:
-        """(n,) tokens that are computed, with padding."""
+        """(n,) tokens that ranks compute for each sequence, with padding."""
         return self.lens + self.padding
 
     def by_rank(self, work: Floats) -> Floats:
-        """Sum (n,) work over each bag; return (N,) an even share of it for each rank."""
+        """Sum (n,) work by bag; return (N,) even shares of each bag's sum for its ranks."""
         sums = np.bincount(self.bag_of, work, self.topology.num_bags) / self.topology.bag_sizes
         return sums[self.topology.bag_of_rank]
 
 
 def split(run: Sequence[Loaded], num_parts: int) -> list[Loaded]:
-    """Let ranks accumulate: deal the samples of each rank over `num_parts` microbatches.
+    """Deal the samples of each rank over `num_parts` microbatches, for gradient accumulation.
 
-    The longest come first, each to the part of its rank with the fewest tokens, so that parts need
-    little memory and long samples of all ranks meet: ranks wait as little as they can without help.
+    Each sample, longest first, goes to its rank's part with the fewest tokens. So parts need little
+    memory, and long samples of all ranks fall together, which shortens waiting without balancing.
     """
     parts: list[Loaded] = []
     for loaded in run if num_parts > 1 else ():
@@ -93,9 +93,9 @@ def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
 
 
 def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Deal the samples of the run by length, as resolution buckets with a batch size each.
+    """Deal the samples of the run by length, like resolution buckets that each have a batch size.
 
-    A microbatch has as many as fill the mean tokens, at least one a rank; the rest is dropped.
+    A microbatch has the samples that fill the mean tokens, at least one per rank; others drop out.
     """
     lens, kinds, num_ranks, budget = _concatenated(run)
     order, first = np.argsort(lens, kind="stable")[::-1], 0
@@ -111,9 +111,9 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
 
 
 def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Fill packs of one length with samples in order, padded; a pack a rank and microbatch.
+    """Fill packs of one length with samples in order, and pad them; one per rank and microbatch.
 
-    A pack is as long as a rank's mean tokens, or the longest sample. Padding attends to itself;
+    A pack is as long as a rank's mean tokens, or as the longest sample. Padding attends to itself;
     packs that do not fill the last microbatch are dropped.
     """
     lens, kinds, num_ranks, budget = _concatenated(run)
@@ -146,7 +146,7 @@ def planned(
     cluster: Cluster,
     run: Sequence[Loaded],
 ) -> Iterator[Placement]:
-    """Place as `plan_batch` or `plan_greedily` does; wires count only if bags differ."""
+    """Place as `plan_batch` or `plan_greedily` does; communication counts only if bags differ."""
     is_mixed = len(set(topology.terms)) > 1
     step_cost = cluster.passes.cost(cost)
     terms = Terms(topology, cost, cluster=cluster) if is_mixed else Terms(topology, step_cost)
@@ -175,7 +175,7 @@ _ADVICE = (
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
-    """Return the policy of a name (see `simulate`); plans are for the cluster's passes."""
+    """Return the policy with a name (see `simulate`); it plans for the cluster's passes."""
     num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]

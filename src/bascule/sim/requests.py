@@ -1,4 +1,4 @@
-"""Simulate a cluster that serves requests, event by event; fast enough for 100,000s of them."""
+"""Simulate a cluster that serves hundreds of thousands of requests, event by event."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from bascule.plan.requests import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """A run of a cluster that served n requests by a policy.
+    """The result of a cluster that served n requests by a policy.
 
     Attributes:
         requests: The requests in the order of arrival.
@@ -29,7 +29,7 @@ class Served:
         num_ranks: Ranks of the cluster.
         rank_s_of: Rank-seconds that each request took, (n,).
         run_s_of: Seconds that each request ran, (n,).
-        num_moves: How often a request went on with other ranks.
+        num_moves: How often a request moved to other ranks.
     """
 
     requests: Sequence[Request]
@@ -41,7 +41,7 @@ class Served:
 
     @property
     def rank_s(self) -> float:
-        """Rank-seconds of all requests."""
+        """Rank-seconds of all requests together."""
         return float(self.rank_s_of.sum())
 
     @property
@@ -56,7 +56,7 @@ class Served:
         return (self.end_s <= deadlines + 1e-9).astype(float)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of a `Row`, by name; kinds of requests with the least work first."""
+        """Return the figures of a `Row` by name; request kinds with the least work come first."""
         latency, on_time, degree = self.latency_s, self.on_time, self.rank_s_of / self.run_s_of
         alone = np.array([request.alone_s for request in self.requests])
         p50, p95, p99 = np.percentile(latency, [50, 95, 99]).tolist()
@@ -148,9 +148,9 @@ def serve(
 
     Args:
         requests: The requests in the order of arrival.
-        policy: A new policy, since policies have state.
+        policy: A new policy, because policies have state.
         num_ranks: Ranks of the cluster.
-        move_s: Seconds that a request loses when it goes on with other ranks.
+        move_s: Seconds that a request loses when it moves to other ranks.
     """
     cluster = _Cluster(len(requests), num_ranks, move_s)
     state = cluster.state
@@ -192,9 +192,9 @@ class Row:
     """The figures of a policy with a workload at a load.
 
     Attributes:
-        load: The load, or the requests a second.
-        policy: The name of the policy; `BOUND` for what no policy can exceed.
-        by_seed: `Served.figures` of each draw; of the bound on_time and mean_s alone.
+        load: The load, or the requests per second.
+        policy: The name of the policy; `BOUND` for the bound that no policy can exceed.
+        by_seed: `Served.figures` of each draw; a bound has only on_time and mean_s.
     """
 
     load: float
@@ -203,7 +203,7 @@ class Row:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Average each figure over the draws that have it: one may lack a kind of requests."""
+        """Average each figure over the draws that have it; a draw may lack a kind of requests."""
         names = dict.fromkeys(name for figures in self.by_seed for name in figures)
         return {
             name: float(np.mean([figures[name] for figures in self.by_seed if name in figures]))
@@ -211,7 +211,7 @@ class Row:
         }
 
     def difference(self, other: "Row", figure: str) -> float:
-        """Return another policy's figure minus this one's; 0.0 unless each draw shows that."""
+        """Return another policy's figure minus this policy's; 0.0 unless all draws agree on it."""
         least = 0.01 if figure.startswith("on_time") else 0.05 * self.figures[figure]
         pairs = zip(self.by_seed, other.by_seed, strict=True)
         differences = [b[figure] - a[figure] for a, b in pairs if figure in a]
@@ -233,14 +233,14 @@ def compare(
     """Simulate a workload under each policy at each load, and return the rows of a table.
 
     Args:
-        draw: Gives the requests at a load for a seed.
-        loads: Loads; each has a row for every policy and for the bound.
-        policies: Names that `make` knows.
+        draw: Returns the requests at a load for a seed.
+        loads: Loads; each gets a row for every policy and for the bound.
+        policies: Names of policies that `make` knows.
         num_ranks: Ranks of the cluster.
-        num_seeds: Draws at each load.
-        move_s: Seconds that a request loses when it goes on with other ranks.
-        within: Requests without a deadline count as on time within so many times their seconds on
-            the fewest ranks; policies do not know of it.
+        num_seeds: Number of draws at each load.
+        move_s: Seconds that a request loses when it moves to other ranks.
+        within: A request without a deadline counts as on time within this multiple of its time on
+            the fewest ranks. Policies ignore it.
         make: Makes a policy from its name, the requests, the number of ranks and the seed.
     """
     rows = list[Row]()

@@ -38,7 +38,7 @@ _Columns = dict[str, tuple[Format, Callable[["SimulatedRun"], Any]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedRun:
-    """A simulation of one policy: N ranks, M microbatches, of which `accumulate` make a step."""
+    """A simulation of one policy, on N ranks: M microbatches, `accumulate` per step."""
 
     name: str  # of the policy
     accumulate: int
@@ -58,7 +58,7 @@ class SimulatedRun:
 
     @property
     def whose(self) -> str:
-        """Who does this: bascule, today's practice, or KnapFormer."""
+        """The origin of the policy: bascule, today's practice, or KnapFormer."""
         if self.name.startswith("knapsack"):
             return "KnapFormer"
         is_theirs = self.name in ("none", "padded") or self.name.startswith(_DEALT)
@@ -66,7 +66,7 @@ class SimulatedRun:
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean seconds of a rank and step by kind, encoders one by one."""
+        """Mean seconds per rank and step, by kind of work, with each encoder as a kind."""
         kinds = dict(zip(KINDS, self._mean(self.seconds), strict=True))
         del kinds["encoders"]
         return dict(zip(self.stages, self._mean(self.stage_s), strict=True)) | kinds
@@ -76,7 +76,7 @@ class SimulatedRun:
         return (seconds.mean(axis=(0, 2)) * self.accumulate).tolist()
 
     def spent_on(self, kind: str) -> Floats:
-        """Return the (M, N) seconds of a kind."""
+        """Return the (M, N) seconds of a kind of work."""
         return self.seconds[:, KINDS.index(choice("kind", kind, *KINDS))]
 
     @property
@@ -96,7 +96,7 @@ class SimulatedRun:
 
     @property
     def hfu(self) -> float | None:
-        """FLOPs over those at the peak of all ranks; None if the profile has no peak."""
+        """FLOPs over the FLOPs of all ranks at their peak; None if the profile has no peak."""
         if self.peak_flops_per_s is None:
             return None
         return float(self.flops.sum() / self.microbatch_s.sum()) / self.peak_flops_per_s
@@ -117,7 +117,7 @@ class SimulatedRun:
         return float(self.activation_bytes.max())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return metrics and mean seconds of a rank and step; an infinite `wir` is None."""
+        """Return metrics and mean seconds per rank and step; an infinite `wir` becomes None."""
         stages = dict[str, Any]()
         for name, spent in zip(self.stages, self.stage_s.swapaxes(0, 1), strict=True):  # (M, N)
             imbalance = float(np.mean([metrics.imbalance(seconds) for seconds in spent]))
@@ -149,16 +149,16 @@ class SimulationResult:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the simulated cluster."""
+        """Number of ranks of the simulated cluster."""
         return self.runs[0].seconds.shape[2]
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return self.options.sharding.params_of(self.model)
 
     def fits(self, run: SimulatedRun) -> bool | None:
-        """Return whether activations alone fit into a rank's memory; None if that is not known."""
+        """Return whether activations fit into a rank's memory; None if the memory is not known."""
         memory = self.profile.memory_bytes
         return None if memory is None else run.most_activation_bytes <= memory
 
@@ -168,7 +168,7 @@ class SimulationResult:
         return next((run for run in self.runs if self.fits(run) is not False), None)
 
     def fastest(self, whose: str = "") -> SimulatedRun | None:
-        """Return the fastest run that fits, of bascule or of all, but for the reference."""
+        """Return the fastest run that fits, of all or of one origin; never the reference."""
         fitting = [run for run in self.runs if self.fits(run) is not False and whose in run.whose]
         fitting = [run for run in fitting if run is not self.reference]
         return max(fitting, key=lambda run: run.tokens_per_s, default=None)
@@ -196,19 +196,19 @@ class SimulationResult:
         return None if ratio is None or hours is None else hours * ratio - hours
 
     def saved_money(self, run: SimulatedRun) -> float | None:
-        """Return the price of these hours; None if it is not known."""
+        """Return the price of the saved GPU-hours; None if hours or price are not known."""
         price, hours = self.options.gpu_hour_price, self.saved_gpu_hours(run)
         return None if price is None or hours is None else hours * price
 
     def label(self, run: SimulatedRun) -> str:
-        """Name a run, with its microbatches if it computes more than were given, to fit."""
+        """Name a run, with its number of microbatches if it needs more than were given to fit."""
         if self.fits(run) is False:
             return f"{run.name}, does not fit"
         return run.name if run.parts == 1 else f"{run.name} in {run.accumulate} microbatches"
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence on the runs that exceed the memory as given, if any do, and what helps."""
+        """A sentence that names runs that exceed the memory, and the remedy; empty if none do."""
         memory = self.profile.memory_bytes or math.inf
         large = [run for run in self.runs if run.given_bytes > memory]
         if not large:
@@ -223,7 +223,7 @@ class SimulationResult:
 
     @property
     def answer(self) -> str:
-        """Say what is done now, and what bascule would make of it."""
+        """The answer in words: today's step, and the step with bascule."""
         first, reference, fastest = self.runs[0], self.reference, self.fastest()
         best, waits = self.fastest(_OURS) or fastest, percent(first.idle_share)
         what = f"With what you do now ({first.name})"
@@ -260,7 +260,7 @@ class SimulationResult:
         return f"{now} {gain}"
 
     def to_report(self) -> Report:
-        """Return a report of what each policy takes."""
+        """Return a report that compares the predicted times of the policies."""
         runs, options, period = self.runs, self.options, self.options.period
         best = self.fastest(_OURS) or self.fastest() or self.reference or runs[0]
         kinds = [name for name in runs[0].means if any(run.means[name] > 0 for run in runs)]

@@ -1,6 +1,6 @@
 """Predict the seconds of each rank in a microbatch, by kind.
 
-Legend: N ranks, S ranks that share the parameters, R replicas of them.
+Legend: N ranks, S ranks over which parameters are sharded, R replicas of the parameters.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,14 +40,14 @@ scores. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
 
 @dataclass(frozen=True, slots=True)
 class EncoderStage:
-    """An encoder that runs before the model on every sample, as a T5 or a VAE.
+    """An encoder that runs before the model on every sample, such as a T5 or a VAE.
 
     Args:
         name: Name in tables.
-        sample_s: Seconds of a sample whatever its length, as for padded texts.
-        text_token_s: Seconds of a text token.
-        image_token_s: Seconds of any other token.
-        is_balanced: Samples are spread evenly over ranks, which costs nothing; ranks wait for each
+        sample_s: Seconds per sample, whatever its length, as for padded texts.
+        text_token_s: Seconds per text token.
+        image_token_s: Seconds per other token.
+        is_balanced: True: samples are spread evenly over ranks at no cost, and ranks wait for each
             other at the end of the encoder.
     """
 
@@ -62,7 +62,7 @@ class EncoderStage:
         fields(self, sample_s=number, text_token_s=number, image_token_s=number)
 
     def seconds(self, placed: Placement) -> Floats:
-        """Return (N,) seconds of ranks: those that loaded samples, or got them from the loader."""
+        """Return (N,) seconds of ranks, which encode the samples that they loaded or received."""
         num_ranks = placed.topology.num_ranks
         seconds = self.sample_s * (placed.lens > 0)
         seconds = seconds + placed.kinds @ np.array([self.text_token_s, self.image_token_s])
@@ -77,7 +77,7 @@ class Sharding:
     """Parameters that FSDP2 shards over S ranks, with R replicas of them (HSDP).
 
     Args:
-        num_params: Parameters; None: 12 d^2 a layer.
+        num_params: Number of parameters; None: 12 d^2 per layer.
         shard_ranks: S; None: the ranks of a node.
     """
 
@@ -92,10 +92,10 @@ class Sharding:
         return self.num_params or 12 * cost.d_model**2 * cost.num_layers  # of 24 L d^2 FLOPs
 
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
-        """Predict seconds of an all-gather of bf16 parameters and of reducing float32 gradients.
+        """Predict the seconds to all-gather bf16 parameters, and to reduce float32 gradients.
 
-        Over nodes, (S - 1) / S of the bytes travel at min(intra, inter * ranks per node). Replicas
-        all-reduce 1 / S of the gradients, 2 (R - 1) / R of its bytes. Source: NCCL's rings.
+        Across nodes, ranks send (S - 1) / S of the bytes at min(intra, inter * ranks per node).
+        Replicas all-reduce 1 / S of the gradients: 2 (R - 1) / R of its bytes. Source: NCCL rings.
         """
         ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
         shards = min(per_node, ranks) if self.shard_ranks is None else self.shard_ranks
@@ -117,19 +117,19 @@ class SimulationOptions:
     """Settings of a simulation besides data, model and machine.
 
     Args:
-        num_steps: Steps to draw from data codes; lists of batches say it by their length.
-        num_ranks: Ranks of data codes; None: those that the codes name.
-        ranks_per_node: Ranks in a node; None: at most 8.
-        accumulate: Microbatches of a step; ranks meet at the end of each, as under FSDP2.
+        num_steps: Steps to draw from data codes; lists of batches have their own length.
+        num_ranks: Ranks of data codes; None: as many as the codes name.
+        ranks_per_node: Ranks per node; None: at most 8.
+        accumulate: Microbatches per step; ranks wait for each other after each, as with FSDP2.
         seed: Seed of data codes.
         passes: Passes of a microbatch; by default forward, recomputation and backward.
         stages: Encoders before the model.
-        loader_bytes_per_s: Bytes that a rank's loader sends in a second; assumed, as of gloo.
-        sample_bytes_per_token: Bytes that it sends for a token; by default FLUX's latent in bf16.
-        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch; by
+        loader_bytes_per_s: Bytes per second that a rank's loader sends; assumed, as with gloo.
+        sample_bytes_per_token: Bytes per token that it sends; by default FLUX's latent in bf16.
+        routed_bytes_per_token: Bytes per token over all exchanges that route it in a microbatch; by
             default four times the model's width in bf16.
-        train_steps: Steps of the user's own run or epoch, for which GPU-hours are computed.
-        is_epoch: These steps are one epoch, which the report says.
+        train_steps: Steps of the user's own run or epoch, to compute its GPU-hours.
+        is_epoch: True if these steps are one epoch; the report then says so.
         gpu_hour_price: Price of a GPU-hour; None: no money is computed.
         currency: Currency of the price, such as USD.
     """
@@ -174,14 +174,14 @@ class SimulationOptions:
 
     @property
     def period(self) -> str:
-        """The steps for which GPU-hours are computed, in words."""
+        """The steps that GPU-hours are computed for, in words."""
         steps = f"{self.train_steps:,} steps"
         return f"one epoch ({steps})" if self.is_epoch else steps
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Model, machine and options of a simulation; cost and cluster are of a forward pass."""
+    """Model, machine and options of a simulation; cost and cluster are for a forward pass."""
 
     cost: TransformerCost
     cluster: Cluster
@@ -190,7 +190,7 @@ class Setup:
 
 
 class Microbatch(NamedTuple):
-    """The prediction of a microbatch; tokens and FLOPs of all ranks, without padding."""
+    """The prediction of a microbatch, with tokens and FLOPs of all ranks, without padding."""
 
     seconds: Floats  # (len(KINDS), N) of each rank, by kind
     hidden: Floats  # (len(HIDDEN), N) seconds of exchanges that no rank waited for
@@ -276,7 +276,7 @@ def _exposed_sharding(
 
 
 def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
-    """Return (N,) seconds in which ranks send sequences to the bags that compute them."""
+    """Return (N,) seconds that ranks need to send sequences to the bags that compute them."""
     near, far = _sent(placed, cluster) * bytes_per_token
     return np.asarray(cluster.wires.sending(near, far))
 

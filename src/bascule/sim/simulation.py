@@ -1,4 +1,4 @@
-"""Simulate training steps on a cluster: what they take, and what balancing them is worth."""
+"""Simulate training steps on a cluster: predict their time, and the speed-up of balancing."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -48,18 +48,18 @@ def simulate(
 ) -> SimulationResult:
     """Predict training steps, without torch and without the machines.
 
-    A microbatch takes as long as its slowest rank: encoders, compute, exchanges, what FSDP2's
-    collectives do not hide, and the host. Linear in steps and ranks, in time and memory.
+    A microbatch takes as long as its slowest rank: encoders, compute, exchanges, FSDP2 collectives
+    that compute does not hide, and the host. Linear in steps and ranks, in time and memory.
 
-    Where activations exceed a rank's memory, it takes the fewest microbatches (`parts`) that fit.
+    If activations exceed a rank's memory, a microbatch is split into the fewest `parts` that fit.
 
     Args:
         data: Data codes, from which steps are drawn; or the microbatches in order, each with a list
             of token counts, or of `SampleShape`, for every rank.
-        profile: The machine; or its file or name, as for `HardwareProfile.load`.
-        model: The cost model of a forward pass, by which plans are made, too.
-        topologies: The runs to compare with the first one: topologies ("g4n8"), which bascule
-            plans; "knapsack g4n8", the paper's greedy; "loader", samples moved by the data loader;
+        profile: The machine, as a profile; or its file or name, as for `HardwareProfile.load`.
+        model: The cost model of a forward pass; it makes the plans, too.
+        topologies: The runs, compared with the first: topologies ("g4n8"), which bascule plans;
+            "knapsack g4n8", the paper's greedy; "loader", which moves samples in the data loader;
             "none", "padded", "buckets" and "packs", today's practice; "auto", the choice of
             `suggest_topology` for the first batches.
         options: All other settings.
@@ -174,7 +174,7 @@ def _read(data: object) -> list[Loaded]:
 
 
 def segments_of(run: SimulatedRun) -> Iterator[Segment]:
-    """Yield the work of each rank in each step on one clock, like traces of measured steps."""
+    """Yield each rank's work in each step on one clock, like a trace of measured steps."""
     ends, ranks = np.cumsum(run.microbatch_s), range(run.seconds.shape[2])
     begins = ends - run.microbatch_s
     for step, first in enumerate(range(0, ends.size, run.accumulate)):

@@ -1,4 +1,4 @@
-"""Compare ways of planning block masks on meshes, over layers and steps.
+"""Compare ways to plan block-sparse attention on meshes, over layers and steps.
 
 Legend: H heads, Q query blocks, K key blocks. A mesh is (R, U): ring and Ulysses degree.
 """
@@ -29,7 +29,7 @@ def mesh_name(mesh: Mesh) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a study plans for: meshes, block lengths, machine and settings of the planner."""
+    """The setting of a study: meshes, block lengths, machine and options of the planner."""
 
     meshes: tuple[Mesh, ...]  # (ring, Ulysses) degrees that are compared
     q_lens: Ints  # (Q,) tokens of each query block
@@ -136,7 +136,7 @@ def study(
     tolerances: Sequence[float] = (),
     rewards: Sequence[float] = (),
 ) -> Study:
-    """Plan all layers over their steps; the first also at other `tolerances` and `rewards`."""
+    """Plan all layers over their steps; the first layer also at other tolerances and rewards."""
     outcomes, runs = list[Outcome](), list[LayerRun]()
     first: Bools | None = None
     for steps in map(iter, layers):
@@ -154,7 +154,7 @@ def study(
 
 
 def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[float]) -> LayerRun:
-    """Plan a layer of (H, Q, K) masks a step; a step runs with the plan of the step before."""
+    """Plan a layer with (H, Q, K) masks per step; a step runs with the plan made before it."""
     states: dict[tuple[Mesh, float], PlanReuse] = {}
     imbalances: dict[tuple[Mesh, float], list[float]] = {}
     strategies, choices = Strategies(setting.machine), list[StrategyChoice]()

@@ -1,4 +1,4 @@
-"""Balanced training with transformers: its Trainer, and its models on packed sequences in bags."""
+"""Balance transformers' Trainer, and run its models on packed sequences in bags of ranks."""
 
 from bascule.transformers.bag_attention import call_packed as call_packed
 from bascule.transformers.bag_attention import register_attention as register_attention

@@ -1,4 +1,4 @@
-"""Attention of a balanced step in models of transformers, through its AttentionInterface.
+"""Attention in a balanced step for models of transformers, through its AttentionInterface.
 
 Shapes: T tokens that this rank computes, H heads, K key-value heads, D head_dim.
 """
@@ -46,7 +46,7 @@ def call_packed(
     """Call a model of transformers on the tokens that this rank computes, as one row.
 
     Compute the loss from the logits with `step.mean`, over routed labels. The output has shape
-    (1, max(T, 1), ..): a rank without tokens computes a token of zeros, and its `aux_loss` is 0.
+    (1, max(T, 1), ..): a rank without tokens computes one zero token, and its `aux_loss` is 0.
 
     Args:
         model: A model with `attn_implementation="bascule"`.
@@ -54,8 +54,8 @@ def call_packed(
         input_ids: (T,), from `step.route`.
         inputs_embeds: (T, ..), from `step.route`, in place of `input_ids`.
         position_ids: (axes, T). Default: the position of each token in its sequence.
-        output_router_logits: True lets a mixture of experts return the `aux_loss` of all tokens of
-            the row; for bags of one rank. Default: as the model's configuration says.
+        output_router_logits: True lets a mixture of experts return the `aux_loss` of all tokens in
+            the row; it needs bags of one rank. Default: the model's configuration decides.
 
     Raises:
         ConfigError: The model would mix sequences, or count positions across them.
@@ -105,13 +105,13 @@ _step_of_call: "ContextVar[Any]" = ContextVar("bascule step", default=None)
 
 
 def set_step(step: Any) -> None:
-    """Attach the step to masks made from now on, for layers that drop keyword arguments."""
+    """Attach the step to masks made from now on, for layers that ignore keyword arguments."""
     if not torch.compiler.is_compiling():
         _step_of_call.set(step)
 
 
 class OverMesh(NamedTuple):
-    """Attention over a mesh, in place of a step, within documents of these lengths."""
+    """Attention over a mesh, instead of a step, within documents of these lengths."""
 
     mode: SequenceParallelMode
     layout: SequenceLayout
@@ -123,7 +123,7 @@ class OverMesh(NamedTuple):
         layout, mesh = self.layout, self.mode.mesh
         self.mode.has_attended, lens = True, self.documents or (layout.seq_len,)
         if layout.replicated:
-            raise ConfigError("gated delta layers and tokens that every rank has: leave out one")
+            raise ConfigError("gated delta layers do not support replicated tokens: leave out one")
 
         def make() -> SharedRow:
             ranks = list(product(range(layout.ring_degree), range(layout.ulysses_degree)))
@@ -135,7 +135,7 @@ class OverMesh(NamedTuple):
 
 
 class Alone:
-    """Attention within a few whole sequences on this rank, in place of a step."""
+    """Attention within a few whole sequences on this rank, instead of a step."""
 
     def __init__(self, lens: list[int], device: torch.device) -> None:
         self._seqs, self.row = PackedSequences.build(lens, device), SharedRow(lens)
@@ -177,7 +177,7 @@ def attend_in_bags(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in a step or over a mesh; transformers calls it. (B, H, T, D) to (B, T, H, D)."""
+    """Attend in a step or over a mesh, called by transformers; (B, H, T, D) to (B, T, H, D)."""
     step = settings.get("bascule_step") or getattr(attention_mask, _STEP, None)
     if not isinstance(step, Step | Alone | OverMesh):
         raise ConfigError(
@@ -191,7 +191,7 @@ def attend_in_bags(
         what = f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys"
         mask = "with a mask" if has_mask else "without a mask"
         needed = "one row of all tokens, without padding, prefix or cache; use call_packed"
-        raise ConfigError(f"{what}, {mask}: a step takes {needed}(model, step, ..)")
+        raise ConfigError(f"{what}, {mask}: a step needs {needed}(model, step, ..)")
     if settings.get("output_router_logits") and _shares_tokens(step):
         fix = "set it to False, or use bags of one rank"
         raise ConfigError(f"output_router_logits=True where ranks share sequences: {fix}")

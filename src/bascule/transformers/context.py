@@ -1,4 +1,4 @@
-"""`context_parallel` for models of transformers, which are first compared with one process."""
+"""`context_parallel` for models of transformers; at first use, one process checks the result."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,23 +33,23 @@ def context_parallel(
     layout: SequenceLayout | None = None,
     **options: Any,
 ) -> Iterator[sdpa.SequenceParallelMode]:
-    """Let a model of transformers attend over the mesh, within the `with`.
+    """Let a model of transformers attend over the mesh while the `with` block runs.
 
-    Call it with this rank's shard of the tokens, and with `position_ids`, their positions in the
-    whole sequence. A position of 0 begins another document, which attends to none before; one small
-    all-gather a call finds them. At first use a few tokens over the mesh are compared with one
-    process.
+    Call the model with this rank's shard of the tokens, and with `position_ids`, their positions in
+    the whole sequence. A position of 0 begins a new document, which does not attend to earlier
+    ones; one small all-gather per call finds documents. The first use compares the mesh's outputs
+    of a few tokens with one process.
 
     Args:
-        model: With any `attn_implementation`; it may be wrapped by DDP or FSDP.
+        model: A model with any `attn_implementation`; it may be wrapped by DDP or FSDP.
         mesh: Mesh of the ranks that share sequences.
         layout: As in `bascule.context_parallel`.
         options: As in `bascule.context_parallel`.
 
     Raises:
-        ConfigError: The model's results differ over ranks (the error names the first module that
-            does), it has masks or settings of attention that are not understood, or positions are
-            missing, or are not those of one sequence or of documents.
+        ConfigError: The model's results on the mesh differ (the error names the first module whose
+            output does), its masks or attention settings are not supported, or positions are
+            missing, or do not count from 0 in a sequence or in each document.
     """
     mesh = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
     inner = getattr(model, "module", model)
@@ -66,7 +66,7 @@ def context_parallel(
         positions = kwargs.get("position_ids")
         if positions is None:
             what = f"{kind} without position_ids would count this rank's tokens from 0"
-            fix = "give those of the whole sequence, split(torch.arange(S)[None], mesh, layout, 1)"
+            fix = "give position_ids=split(torch.arange(S)[None], mesh, layout, 1)"
             raise ConfigError(f"{what}: {fix}")
         ring, ulysses = mesh.degrees
         split_by = layout or SequenceLayout((positions.shape[-1] * ring * ulysses,), ring, ulysses)
@@ -97,7 +97,7 @@ def _documents(kind: str, positions: Tensor) -> tuple[int, ...]:
     starts = np.flatnonzero(rows[0] == 0)
     lens = np.diff(starts, append=num_tokens)
     if lens.sum() != num_tokens or (rows != ranges(np.zeros_like(lens), lens)).any():
-        what = f"{kind}: position_ids are not those of one sequence from 0, or of documents from 0"
+        what = f"{kind}: position_ids do not count from 0 in one sequence, or in each document"
         fix = "give split(positions, mesh, layout, 1) of the whole sequence, the same in all rows"
         raise ConfigError(f"{what}: {fix}")
     return tuple(lens.tolist())

@@ -1,8 +1,8 @@
 """Gated delta layers of transformers over ranks and in packed rows, split by heads.
 
-Their convolution and their state run along a sequence, separately for each head. So between two
-exchanges each rank computes some heads of all tokens, one sequence after another. Shapes: B batch,
-T tokens of this rank, K key heads, V value heads (a multiple of K), D head_dim.
+Their convolution and state run along a sequence, separately for each head. So each rank computes
+some heads of all tokens between two exchanges, one sequence after another. Shapes: B batch, T
+tokens of this rank, K key heads, V value heads (a multiple of K), D head_dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ _CONV, _DELTA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # globals of
 def split_delta_layers(model: nn.Module) -> Callable[[], None]:
     """Let gated delta layers keep the sequences of a row apart; return an undo function.
 
-    They follow the step of a call, or bounds of samples, ``cu_seq_lens_q``, if transformers lacks
-    the packages for these; other calls compute as before. `call_packed` and `context_parallel`
-    never undo it, as checkpoints recompute layers in backward; training with
-    `BalanceConfig(pack=..)` undoes it at its end.
+    Layers follow the step of a call; or the bounds of samples in ``cu_seq_lens_q``, if transformers
+    lacks the packages for these. Other calls compute as before. `call_packed` and
+    `context_parallel` never undo the change, because checkpoints recompute layers in the backward
+    pass; training with `BalanceConfig(pack=..)` undoes it at its end.
     """
     return split_layers(delta_layers(model))
 
@@ -49,7 +49,7 @@ def split_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 def delta_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward calls transformers' convolution and delta rule."""
+    """Return the modules whose forward pass calls transformers' convolution and delta rule."""
     return [module for module in model.modules() if _is_delta_layer(type(module))]
 
 

@@ -1,4 +1,4 @@
-"""Tests on a few tokens whether a model keeps packed sequences apart, and up to which length."""
+"""Test on a few tokens whether a model keeps packed sequences apart, and up to which length."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _ROPES = {"default", "linear", "yarn", "llama3", "proportional"}  # depend on th
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Lengths up to which a tested model computes each packed sequence as if alone."""
+    """The lengths up to which a tested model computes each packed sequence as if it were alone."""
 
     rope: float  # longest sequence before a rope changes for all sequences of a call
     row: float  # longest row before scales that count its tokens change
@@ -49,11 +49,11 @@ class Reach:
 
     @property
     def is_endless(self) -> bool:
-        """True if there is no such limit."""
+        """True if the model has no such limit of length."""
         return math.isinf(min(self.rope, self.row))
 
     def check(self, name: str, longest: int, row: int) -> None:
-        """Refuse a longest sequence, or a rank's longest row of tokens, beyond the limits."""
+        """Refuse a longest sequence, or a rank's longest row of tokens, above the limits."""
         rope = "has another rope for all where the longest is above {} tokens"
         scale = "scales scores by the place in the row, right up to {} tokens in bags and packs"
         limits = (self.rope, longest, rope), (self.row, max(longest, row), scale)
@@ -66,9 +66,9 @@ class Reach:
 def check_separates(model: nn.Module, run: Run, advice: str) -> None:
     """Refuse a model that mixes the sequences of a row, or counts positions across them.
 
-    The sequence in front must not change the second one's outputs, as it does if both are one text;
-    and these must be as if it were alone, with positions that the model counts. Errors end with the
-    advice.
+    The first sequence must not change the second sequence's outputs, unlike in one text. The second
+    sequence's outputs must be as if it were alone, with positions that the model counts. Errors end
+    with the advice.
 
     Raises:
         ConfigError: Names the first module whose output differs, or that failed.
@@ -86,7 +86,7 @@ def check_separates(model: nn.Module, run: Run, advice: str) -> None:
             except Exception as error:
                 where, reason = module_of(error, inner), " ".join(str(error).split())
                 text = f"{where or kind} raised {type(error).__name__}: {reason[:200]}; {advice}"
-                what = f"{kind} cannot take several sequences in a row"
+                what = f"{kind} cannot compute several sequences in a row"
                 raise ConfigError(f"{what}: {text}") from error
             return _rows(out)[0, -len(b) :]
 
@@ -131,7 +131,7 @@ def _rows(out: Any) -> Tensor:
 def outputs_of(
     model: nn.Module, call: Callable[[], object], rows_of: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return `rows_of` each module's output in a call, in the order in which modules end."""
+    """Return `rows_of` each module's output in a call, in the order in which modules finish."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, out: Any) -> None:

@@ -41,14 +41,14 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
     """Return a pack as the inputs of a causal or vision-language model of transformers.
 
     Token fields become (1, T, ..), and ``position_ids`` separate samples. Packs with images need
-    the model, wrapped or not, because it counts their positions. So do packs for gated delta
-    layers, which get the bounds of samples as ``cu_seq_lens_q`` and ``seq_idx``; transformers needs
-    two packages for these, or `split_delta_layers(model)`.
+    the model, wrapped or not, because it counts their positions. Packs for gated delta layers need
+    the model, too; they get the bounds of samples as ``cu_seq_lens_q`` and ``seq_idx``, for which
+    transformers needs two packages, or `split_delta_layers(model)`.
     """
     for name in VISUAL_FIELDS:
         if model is None and packed.get(name) is not None:
             fix = "give the model, or override packed_inputs of the Trainer to give position_ids"
-            raise ConfigError(f"a pack with {name}, whose positions depend on the model: {fix}")
+            raise ConfigError(f"the positions of a pack with {name} depend on the model: {fix}")
     mask = packed.get("attention_mask")
     if mask is not None and not mask[: int(packed["cu_items"]["attention_mask"][-1])].all():
         what = "attention_mask hides tokens of a sample in a pack, which has no padding inside"
@@ -73,7 +73,7 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
 
 
 def check_packs(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model that mixes the samples of a pack: models do not report it themselves."""
+    """Refuse a model that mixes the samples of a pack, because it would not report this itself."""
 
     def run(sequences: Sequence[Tensor], has_positions: bool) -> Any:
         inputs: Inputs = {"input_ids": torch.cat(list(sequences))[None], "use_cache": False}
@@ -131,11 +131,11 @@ class BalanceConfig:
     """Settings of balancing, the same on all processes of a Trainer.
 
     Attributes:
-        cost: Predicted cost of a sample by its tokens. None, with `learns`: at first its tokens.
-        length_fn: Tokens of a sample. Default: the length of its "input_ids".
+        cost: Predicts a sample's cost from its tokens. None needs `learns`; costs begin as tokens.
+        length_fn: Returns the tokens of a sample. Default: the length of its "input_ids".
         sync: As for `plan_step`. Default: "microbatch" with FSDP and DeepSpeed, else "step".
-        pack: Tokens of a pack, or its settings: each microbatch is one pack, and ``max_steps`` ends
-            training.
+        pack: Tokens of a pack, or its settings. Each microbatch is then one pack, and ``max_steps``
+            ends training.
         learns: True fits costs to the steps of the run (`BalancedTrainerMixin.cost_tracker`).
         options: Options of the loader that the Trainer's arguments do not decide. Of `ends`, only
             "pad_empty" and "finish" count.
@@ -163,7 +163,7 @@ class BalanceConfig:
             object.__setattr__(self, "pack", Pack(tokens=self.pack))
         if self.options.ends == "finish" and self.pack is None:
             what = "LoaderOptions(ends='finish') in a BalanceConfig without a pack"
-            raise ConfigError(f"{what}, which padding needs: give a pack, or ends='pad_empty'")
+            raise ConfigError(f"{what}; its padding needs packs: give a pack, or ends='pad_empty'")
         for name, advice in _DECIDED.items():
             value = getattr(self.options, name)
             if value != getattr(DEFAULT_OPTIONS, name):
@@ -210,7 +210,7 @@ class BalancedTrainerMixin(_Base):
         return 1.0 if self._aside is None else self._aside.loss_scale
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return this process's balanced batches. All processes call it."""
+        """Return this process's balanced batches. All processes must call it."""
         args, balance = self.args, self.balance
         if args.world_size == 1 and balance.pack is None:
             return super().get_train_dataloader()
@@ -251,12 +251,12 @@ class BalancedTrainerMixin(_Base):
     def packed_inputs(self, packed: Mapping[str, Any]) -> dict[str, Any]:
         """Return a pack as the model's inputs; override it for other models.
 
-        A pack of padding alone has ``input_ids`` and ``labels``, and no other field of the samples.
+        A pack with only padding has ``input_ids`` and ``labels``, and no other field of samples.
         """
         return inputs_of_pack(packed, cast(Pack, self.balance.pack), self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; an error of this process reaches the others when they ask for a batch."""
+        """Train; if this process fails, other processes get the error at their next batch."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -302,7 +302,7 @@ class BalancedTrainerMixin(_Base):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the Trainer's loss, times `loss_scale` where it does not count labels."""
+        """Return the Trainer's loss, times `loss_scale` unless the Trainer counts labels."""
         # Only with outputs if asked for: a Trainer may run the model again for them.
         options: Any = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         result: Any = super().compute_loss(model, inputs, **options)
@@ -383,7 +383,7 @@ def options_of(trainer: Trainer, balance: BalanceConfig) -> LoaderOptions:
 def balanced_loader(
     trainer: Trainer, balance: BalanceConfig, columns: frozenset[str] | None
 ) -> BalancedLoader:
-    """Return the loader of this process; its samples have these columns, or with None all."""
+    """Return the loader of this process; its samples have these columns (None: all columns)."""
     args, options = trainer.args, options_of(trainer, balance)
     dataset = checked_dataset(trainer, balance)
     if columns is not None and options.unpack is None:
@@ -442,7 +442,7 @@ class Aside:
 
 @dataclass(eq=False)
 class TrainLoader:
-    """Loader of balanced batches in the form of a Trainer's inputs."""
+    """A loader of balanced batches, which it turns into a Trainer's inputs."""
 
     dataset: Dataset[Any]
     balanced: BalancedLoader
@@ -547,7 +547,7 @@ class TrainLoader:
 
 
 class LoaderProgress(TrainerCallback, ExportableState):
-    """Callback that saves the loader's progress in ``trainer_state.json``, and resumes there."""
+    """Callback that saves the loader's progress in ``trainer_state.json``, and resumes from it."""
 
     def __init__(self) -> None:
         self._loader: TrainLoader | None = None
@@ -632,7 +632,7 @@ class Columns(Dataset[Any]):
         return [_select(sample, self._names) for sample in samples]
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a dataset that takes it."""
+        """Pass the epoch on to the dataset, if it has `set_epoch`."""
         if hasattr(self._dataset, "set_epoch"):
             cast(Any, self._dataset).set_epoch(epoch)
 

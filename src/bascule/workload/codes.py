@@ -1,8 +1,8 @@
 """Sequence lengths from data codes and from files of lengths.
 
-A *data code* ``g16b4i256f1s0`` is a stream of synthetic samples: 16 ranks, 4 samples a rank and
-step, 256 x 256 pixels, 1 frame, not compressed in time. Commas join codes to a mix. Source of the
-format and its token counts: KnapFormer, section 4.1.
+A *data code* ``g16b4i256f1s0`` describes a stream of synthetic samples: 16 ranks, 4 samples per
+rank and step, 256 x 256 pixels, 1 frame, not compressed in time. Commas join codes to a mix. Source
+of the format and its token counts: KnapFormer, section 4.1.
 """
 
 import re
@@ -52,13 +52,13 @@ class SampleShape:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the packed sequence: text and visual tokens."""
+        """Number of tokens of the packed sequence: text and visual tokens."""
         return self.text_tokens + self.image_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DataCode:
-    """A stream of a data mix, ``g{G}b{B}i{R}f{F}s{S}``, which ``str()`` gives back."""
+    """A stream of a data mix; ``str()`` returns its code, ``g{G}b{B}i{R}f{F}s{S}``."""
 
     num_ranks: int  # ranks that read this stream (G)
     batch_size: int  # samples a rank and step (B); 0 makes ranks that only compute
@@ -70,10 +70,10 @@ class DataCode:
         fields(self, num_ranks=(whole, 1, MAX_RANKS), batch_size=whole, num_frames=(whole, 1))
         fields(self, resolution=(whole, PATCH_PIXELS))
         if self.num_ranks * self.batch_size > MAX_SEQUENCES:
-            raise ConfigError(f"g times b is at most {MAX_SEQUENCES} samples a step")
+            raise ConfigError(f"give g times b of at most {MAX_SEQUENCES} samples per step")
         # The factor for aspect ratios adds up to 4 %, text a little.
         if self.image_tokens > MAX_LENGTH * 0.96 - MAX_TEXT_TOKENS:
-            wrong = f"a sample has {self.image_tokens} visual tokens and more, above {MAX_LENGTH}"
+            wrong = f"{self.image_tokens} visual tokens, and text, may exceed {MAX_LENGTH} tokens"
             raise ConfigError(f"{wrong}: use fewer pixels or frames")
 
     def __str__(self) -> str:
@@ -99,9 +99,9 @@ class DataCode:
 
 
 def keyed_generator(seed: int, stream: str, *key: int) -> np.random.Generator:
-    """Make a random generator of Philox, which counts from the key: no two keys share numbers.
+    """Return a Philox random generator for a key; no two keys share random numbers.
 
-    `stream` has at most 8 ASCII characters, a key at most two numbers.
+    `stream` has at most 8 ASCII characters, and `key` at most two numbers.
     """
     if not all(0 <= word < 2**64 for word in (seed, *key)):
         raise ConfigError(f"seed, step and rank must be in 0..2^64-1, got {(seed, *key)}")
@@ -130,7 +130,7 @@ def parse_data_codes(spec: str) -> tuple[DataCode, ...]:
 
 
 def check_world(codes: Sequence[DataCode], world_size: int) -> None:
-    """Refuse a world size that is no multiple of the ranks of the mix."""
+    """Refuse a world size that is not a multiple of the number of ranks of the mix."""
     unit = num_ranks_of(codes)
     whole("world_size", world_size, 0, MAX_RANKS)
     if world_size < unit or world_size % unit:
@@ -149,7 +149,7 @@ def num_ranks_of(codes: Sequence[DataCode]) -> int:
 def rank_lengths(
     codes: Sequence[DataCode], rank: int, *, seed: int, step: int
 ) -> list[SampleShape]:
-    """Draw the samples of a rank, with a factor in `ASPECT_RANGE`; more ranks repeat the mix."""
+    """Draw the samples of a rank, sizes scaled within `ASPECT_RANGE`; more ranks repeat the mix."""
     ends = list(accumulate(code.num_ranks for code in codes))
     code = codes[bisect(ends, rank % ends[-1])]
     generator = keyed_generator(seed, "lengths", step, rank)
@@ -165,14 +165,14 @@ def rank_lengths(
 def sample_lengths(
     codes: Sequence[DataCode], *, seed: int, step: int, world_size: int | None = None
 ) -> list[list[SampleShape]]:
-    """Draw the samples of each rank in a step; by default of the ranks of the mix."""
+    """Draw each rank's samples in a step. Default: for as many ranks as the mix has."""
     world_size = num_ranks_of(codes) if world_size is None else world_size
     check_world(codes, world_size)
     return [rank_lengths(codes, rank, seed=seed, step=step) for rank in range(world_size)]
 
 
 def seq_lens(shapes: Sequence[Sequence[SampleShape]]) -> list[list[int]]:
-    """Return the lengths of packed sequences, a list a rank, as ``plan_batch`` takes them."""
+    """Return the lengths of packed sequences, a list per rank, as ``plan_batch`` accepts them."""
     return [[shape.seq_len for shape in rank] for rank in shapes]
 
 
@@ -185,9 +185,9 @@ def deal(items: Sequence[_Item], num_ranks: int) -> list[list[_Item]]:
 def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list[int]]:
     """Read sequence lengths, a list for each source rank.
 
-    Text: a line is a source rank, its lengths separated by spaces or commas, or none; ``#`` begins
-    a comment, and a line with only a comment is skipped. JSON: a list of lists, or one flat list.
-    With ``num_ranks``, a single line or list is dealt (see ``deal``).
+    In text, each line has the lengths of a source rank, separated by spaces or commas, or none;
+    ``#`` begins a comment, and a line with only a comment is skipped. JSON has a list of lists, or
+    one flat list. With ``num_ranks``, a single line or list is dealt (see ``deal``).
     """
     lines = list(islice(read_lines(path), MAX_SEQUENCES + 1))
     text = "".join(lines)
@@ -202,7 +202,7 @@ def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list
         return rows
     if len(rows) == 1:
         return deal(rows[0], num_ranks)
-    wrong = f"{path} lists {len(rows)} source ranks (one a line), which does not fit {num_ranks}"
+    wrong = f"{path} lists {len(rows)} source ranks (one per line), not {num_ranks}"
     raise ConfigError(f"{wrong}; use {len(rows)} ranks, or put all lengths on one line")
 
 

@@ -1,4 +1,4 @@
-"""The role of each column of a table, by its name: pixels, frames, seconds, text, .."""
+"""Find the role of each column of a table by its name: pixels, frames, seconds, text, .."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,9 +49,9 @@ _MOST_NAMED = 20
 def roles_of(
     names: Sequence[str], chosen: Mapping[str, str], *, has_rate: bool = False
 ) -> dict[str, str]:
-    """Return the names of the columns that are used, by role.
+    """Return the name of the column for each role.
 
-    Case, and signs between words, do not matter; of "size.width" the last part counts as well.
+    Case, and signs between words, do not matter; "size.width" matches as "width", too.
 
     Args:
         names: All columns of a table.
@@ -59,8 +59,8 @@ def roles_of(
         has_rate: True if the trainer resamples clips to a frame rate.
 
     Raises:
-        ConfigError: No column has lengths, or one that seems to have frames, seconds or text is not
-            used.
+        ConfigError: No column has lengths, or a column that seems to have frames, seconds or text
+            would not be used.
     """
     plain = {plain_name(name.rsplit(".")[-1]): name for name in reversed(names)}
     plain |= {plain_name(name): name for name in reversed(names) if "." not in name}
@@ -94,17 +94,17 @@ def roles_of(
 
 
 def plain_name(name: str) -> str:
-    """Return a name in lower case, with "_" for each run of other signs than letters and digits."""
+    """Return a name in lower case, with "_" for each run of signs but letters and digits."""
     return re.sub("[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def may_be_text(name: str) -> bool:
-    """Return False for the name of a column without text to train on, such as a path."""
+    """Return False if the name says that the column has no text to train on, such as a path."""
     return not _NEITHER.fullmatch(plain_name(name))
 
 
 def named(names: Iterable[str]) -> str:
-    """Join names of columns for a message, up to `_MOST_NAMED`."""
+    """Join at most `_MOST_NAMED` names of columns for a message."""
     texts = [name if name.isidentifier() else shown(name) for name in names]
     left = len(texts) - _MOST_NAMED
     return ", ".join([*texts[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])
@@ -161,23 +161,23 @@ def _check(
         seen = [name for name in names if _SEEN.fullmatch(plain_name(name))]
         if seen and not chosen.keys() & {"tokens", "image"} and "tokens" not in roles:
             raise ConfigError(
-                f"has text, and the column {shown(seen[0])}, but no width and height: say which "
-                "have them by --columns width=W,height=H, or that all is text by --columns image="
+                f"has text, and the column {shown(seen[0])}, but no width and height: name these "
+                "by --columns width=W,height=H, or give --columns image= if all samples are text"
             )
         sound = [name for name in names if _SOUND.fullmatch(plain_name(name))]
         sound = [roles["duration"]] if "duration" in roles else sound
         is_said = has_rate if "duration" in roles else "tokens" in roles or "duration" in chosen
         if sound and not is_said:
             raise ConfigError(
-                f"has {sound[0]} and no sizes: say how many tokens a second of sound makes, and "
-                "where its seconds are, such as --fps 25 and --columns duration=D, or count none "
-                "by --columns duration="
+                f"has {sound[0]} and no sizes: give the tokens per second of sound, and the column "
+                "of its seconds, such as --fps 25 and --columns duration=D; or count no sound by "
+                "--columns duration="
             )
         return
     if "reference" not in chosen and (pictures := _pictures(roles, names)):
         raise QuestionError(
-            f"has the column {shown(pictures[0])}, whose name says pictures, which may be tokens "
-            f"beside the sample's own: count them by --columns reference={pictures[0]}, or not by "
+            f"has the column {shown(pictures[0])}, which may hold reference pictures, with tokens "
+            f"of their own: count them by --columns reference={pictures[0]}, ignore them by "
             f"reference=; or, if they are the samples, say image={pictures[0]}",
             columns=f"reference={pictures[0]}",
         )
@@ -192,13 +192,13 @@ def _check(
         text = f"has {seconds}, so say how many frames per second are taken: --fps 16"
         raise QuestionError(text, fps=16)
     if "frames" in roles and has_rate and "fps" not in roles:
-        raise ConfigError("has no rate of its frames, which --fps needs: --columns fps=..")
+        raise ConfigError("has no frame rate, which --fps needs: give its column, --columns fps=..")
     if not (roles.keys() | chosen.keys()) & {"frames", "duration"}:
         left = [name for name in names if name not in roles.values() and may_be_text(name)]
         if clips := [name for name in left if _CLIP.fullmatch(plain_name(name))]:
             role = "frames" if "frame" in clips[0].lower() else "duration"
             raise QuestionError(
-                f"has the column {shown(clips[0])}, whose name says frames or seconds: use it by "
+                f"has the column {shown(clips[0])}, which may hold frames or seconds: use it by "
                 f"--columns frames={clips[0]} or duration={clips[0]}, or say frames= for images",
                 columns=f"{role}={clips[0]}",
             )

@@ -37,13 +37,13 @@ class Manifest:
     Attributes:
         path: The file or folder.
         text_tokens: (n,) text tokens of each sample, in the order of the file.
-        cross_tokens: (n,) text tokens of cross-attention: no part of the sequence.
+        cross_tokens: (n,) text tokens for cross-attention, which are not in the sequence.
         grids: (n, 3) latent frames, rows and columns of visual tokens.
         columns: The columns that were used, by role.
         ignored: Names of the columns that were not used.
         skipped: The first rows that could not be read, with place and reason.
         num_skipped: Number of rows that could not be read.
-        example: A row and its tokens.
+        example: A row and its tokens, for a person to check.
         num_left_out: Samples that the trainer's configuration leaves out.
     """
 
@@ -63,7 +63,7 @@ class Manifest:
 
     @cached_property
     def lens(self) -> Ints:
-        """(n,) text and visual tokens of each sample."""
+        """(n,) tokens of each sample: text and visual ones together."""
         return self.text_tokens + self.grids.prod(axis=1)
 
     def shape(self, sample: int) -> SampleShape:
@@ -73,7 +73,7 @@ class Manifest:
         return SampleShape(text, frames * rows * columns, max(frames, 1), max(columns, 1), cross)
 
     def summary(self) -> list[str]:
-        """Return sentences on how the table was read, for a person to check."""
+        """Return sentences that say how the table was read, for a person to check."""
         five = np.percentile(self.lens, (0, 25, 50, 75, 100), method="nearest")
         least, low, middle, high, most = five.astype(int).tolist()
         pairs = self.columns.items()
@@ -101,24 +101,24 @@ def read_manifest(
 ) -> Manifest:
     """Read the samples of a data set from its table, in the order of its rows.
 
-    Formats are those of `tables.read_batches`, names of columns those of `ROLES`. A row has
-    `tokens` (a number, or a list of ids), which count as text. Or it has `width` and `height` in
-    pixels, or both as a `size`, or an `image`, whose header is read; `frames`, or a `duration` in
-    seconds and `fps`, else it is an image; `text_tokens`, or a `text`, of several the longest, or a
-    `talk` of messages. Empty frames are 1, empty texts have no tokens.
+    `tables.read_batches` lists the formats, and `ROLES` the names of columns. A row has `tokens` (a
+    number, or a list of ids), which count as text. Otherwise it has a size: `width` and `height` in
+    pixels, both as a `size`, or an `image`, whose header is read. A clip has `frames`, or seconds
+    as `duration` and `fps`. Text is `text_tokens`, a `text` (the longest of several), or a `talk`
+    of messages. Empty frames count as 1; empty texts have no tokens.
 
     Args:
         path: The file or folder.
         rule: Turns sizes and texts into tokens; by default images of 16 pixels a token.
         columns: Columns by role, for roles that names do not tell: {"width": "W"}; "" uses none.
-        skip_bad: Leave out and count rows that cannot be read, which are refused otherwise.
+        skip_bad: Leave out and count rows that cannot be read. Otherwise they are refused.
 
     Raises:
-        ConfigError: Rows cannot be read, no column has lengths, or one that seems to have frames,
-            seconds or text is not used.
+        ConfigError: Rows cannot be read, no column has lengths, or a column that seems to have
+            frames, seconds or text would not be used.
     """
     if unknown := (columns or {}).keys() - ROLES.keys():
-        raise ConfigError(f"columns {min(unknown)}=..: there are {', '.join(ROLES)}")
+        raise ConfigError(f"columns {min(unknown)}=..: give one of {', '.join(ROLES)}")
     reading = _Reading(Path(path), rule or TokenRule(), columns or {}, [] if skip_bad else None)
     counts = list(reading.counts())
     num_samples = sum(text.size for text, *_ in counts)
@@ -135,9 +135,9 @@ def read_manifest(
     ignored = tuple(name for name in reading.names if name.strip() and name not in used)
     if has_size and not has_frames and reading.reads_clips:
         raise QuestionError(
-            f"{path}: has no column of frames that is known, and the model reads clips: say which "
-            f"by --columns frames=F{f', of {named(ignored)}' if ignored else ''}, or that all are "
-            "images by --columns frames=",
+            f"{path}: has no known column of frames, and the model reads clips: name the column by "
+            f"--columns frames=F{f', of {named(ignored)}' if ignored else ''}, or give --columns "
+            "frames= if all samples are images",
             columns="frames=",
         )
     text, cross, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))

@@ -1,7 +1,7 @@
-"""Block masks of sparse attention: synthetic masks in the likeness of video models, and files.
+"""Block masks of sparse attention: synthetic masks that resemble video models', and files.
 
 A mask is bool (heads, q_blocks, kv_blocks), True where a block is computed. A block has tokens of
-one segment, text or video. Shapes: H heads, N blocks, V of them video, P points.
+one segment, text or video. Shapes: H heads, N blocks, of which V are video, P points.
 """
 
 import math
@@ -36,18 +36,18 @@ _RAREST = 1e-9  # least density, and least share of blocks that are left out
 
 @dataclass(frozen=True, slots=True)
 class MaskModel:
-    """Random block masks with the sizes, the densities and the imbalance of a video model's.
+    """Random block masks with the sizes, densities and imbalance of a video model's masks.
 
-    A head computes the blocks with the highest scores. A score is the sum of closeness on the grid,
-    with a width per head and axis; of the key's popularity and the query's breadth, smooth over the
-    video and partly shared by heads; of a bonus for keys in the first frame; and of noise. Text and
-    the diagonal are always computed. Tokens are in raster order.
+    A head computes the blocks with the highest scores. A score adds up: the closeness of two blocks
+    on the grid, with a width per head and axis; the key's popularity and the query's breadth, which
+    are smooth over the video and partly shared by heads; a bonus for keys in the first frame; and
+    noise. A head always computes text and the diagonal. Tokens are in raster order.
 
-    Real masks are not published: this model is fitted to averages. Densities of heads are
-    logistic-normal, of the same imbalance in every layer. All but the noise drifts over layers and
-    steps, as Gaussian processes: n steps apart their correlation is `exp(-(n step_drift)^2 / 2)`,
-    an assumption. The default drift is fitted to db-SP's account of SpargeAttn on Wan2.1: at a
-    threshold of 1.10, greedy plans are made in 5 of 50 steps on 8 ranks.
+    Real masks are not published, so this model is fitted to averages. Head densities are
+    logistic-normal, with the same imbalance in every layer. All parts but the noise drift over
+    layers and steps as Gaussian processes. We assume that their correlation after n steps is
+    `exp(-(n step_drift)^2 / 2)`. The default drift is fitted to what db-SP says of SpargeAttn on
+    Wan2.1: with a threshold of 1.10 on 8 ranks, 5 of 50 steps need a new greedy plan.
     """
 
     grid: tuple[int, int, int]  # (frames, height, width) of the latent tokens
@@ -79,7 +79,7 @@ class MaskModel:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Tokens of the text segment, if there is one, and of the video segment."""
+        """Numbers of tokens of the text segment, if there is one, and of the video segment."""
         video = math.prod(self.grid)
         return (self.text_tokens, video) if self.text_tokens else (video,)
 
@@ -223,8 +223,8 @@ def _waves(generator: np.random.Generator, num: int, points: Floats) -> Floats:
 def load_masks(path: str | Path) -> Bools:
     """Read masks (steps, layers, heads, q_blocks, kv_blocks); the file may lack the first two dims.
 
-    An `.npy` file holds the bool array, and is memory-mapped. An `.npz` file holds it as `masks`,
-    or as `save_masks` wrote it: `packed`, its bits (`numpy.packbits`), and `shape`.
+    An `.npy` file has the bool array, and is memory-mapped. An `.npz` file has it as `masks`, or as
+    `save_masks` writes it: its bits as `packed` (`numpy.packbits`), and its `shape`.
     """
     path = Path(path)
     if path.suffix not in (".npy", ".npz"):
@@ -239,11 +239,11 @@ def load_masks(path: str | Path) -> Bools:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"cannot read masks from {path}: {reason}") from None
     if masks.dtype != np.bool_:
-        wrong = f"{path}: masks are {masks.dtype}, and must be bool, True where a block is computed"
+        wrong = f"{path}: masks are {masks.dtype}; they must be bool, True where computed"
         raise ConfigError(f"{wrong}: save masks.astype(bool)")
     if not 3 <= masks.ndim <= 5 or 0 in masks.shape:
-        wrong = f"{path}: masks of shape {masks.shape}; give (heads, q_blocks, kv_blocks), maybe"
-        raise ConfigError(f"{wrong} after layers, or after steps and layers, at least one of each")
+        wrong = f"{path}: masks of shape {masks.shape}; give (heads, q_blocks, kv_blocks), or these"
+        raise ConfigError(f"{wrong} after (layers,) or (steps, layers), at least one of each")
     if not masks.any():
         wrong = f"{path}: no block of these masks is computed. True means computed"
         raise ConfigError(f"{wrong}, so save ~masks if your masks say what is hidden")
@@ -253,13 +253,13 @@ def load_masks(path: str | Path) -> Bools:
 def save_masks(path: str | Path, masks: Bools) -> None:
     """Write masks (..., heads, q_blocks, kv_blocks) to an `.npz` file, for `load_masks`."""
     if masks.dtype != np.bool_:
-        raise ConfigError(f"masks are {masks.dtype}, and must be bool, True where computed")
+        raise ConfigError(f"masks are {masks.dtype}; they must be bool, True where computed")
     with _writing(path):
         np.savez_compressed(path, packed=np.packbits(masks), shape=np.array(masks.shape))
 
 
 class MaskFile:
-    """Writer of masks layer by layer, for `load_masks`; `close` makes the file."""
+    """Writes masks layer by layer for `load_masks`; `close` writes the file itself."""
 
     def __init__(self, path: str | Path) -> None:
         self._path, self._shape = path, (0, 0, 0)  # heads, query blocks, key blocks
@@ -271,7 +271,7 @@ class MaskFile:
             self._bits = Path(f"{path}.part").open("wb")
 
     def add(self, layer: int, masks: Bools | None) -> None:
-        """Write the mask of a layer, after full masks for skipped layers; None ends the pass."""
+        """Append the mask of a layer, and full masks for layers left out; None ends the pass."""
         shape = self._shape if masks is None else masks.shape
         if shape != self._shape and self._num_masks:
             wrong = f"{self._path}: a mask of shape {shape} after masks of {self._shape}"
@@ -292,9 +292,9 @@ class MaskFile:
         steps, rest = divmod(self._num_masks, max(self._num_layers, 1))
         if rest or not steps or 0 in self._shape:
             raise ConfigError(
-                f"{self._path}: {self._num_masks} masks of shape {self._shape}, and "
-                f"{self._num_layers} layers in the last forward pass: call the model, with as many "
-                "layers in each pass"
+                f"{self._path}: {self._num_masks} masks of shape {self._shape} are no whole passes "
+                f"of {self._num_layers} layers: call the model, and compute the same layers in "
+                "each pass"
             )
         with _writing(self._path):
             self._bits.write(np.packbits(self._rest).tobytes())
@@ -313,7 +313,7 @@ class MaskFile:
 @contextmanager
 def _writing(path: str | Path) -> Iterator[None]:
     if Path(path).suffix != ".npz":  # numpy would append it
-        raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
+        raise ConfigError(f"{path}: packed masks are an .npz file: give a name that ends in .npz")
     try:
         yield
     except OSError as error:

@@ -13,15 +13,15 @@ from bascule.workload.tokens import TokenRule
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """Options on how a trainer makes tokens of a data set.
+    """Options that say how a trainer turns a data set into tokens.
 
     Attributes:
-        model: Model, which decides how many tokens an image or clip has: flux.1, wan2.1, ltx2, ..
-        columns: Columns to use where names do not tell: width=W,height=H,text=T; text= for no text.
+        model: Model that decides how many tokens an image or clip has: flux.1, wan2.1, ltx2, ..
+        columns: Columns with unknown names, by role: width=W,height=H,text=T; text= for no text.
         bucket: Sizes to which images are scaled: 720p, 1024:64 (area:step), or 1024x1024,832x1216.
-        max_frames: Most frames to take of a clip.
-        fps: Frames per second to take of a clip; the default takes all frames.
-        tokenizer: Tokenizer of transformers, a folder or name; by default 4 bytes are a token.
+        max_frames: Most frames that are used of a clip.
+        fps: Frames per second that are used of a clip. Default: all frames.
+        tokenizer: Tokenizer of transformers, a folder or a name. Default: one token per 4 bytes.
         skip_bad: Leave out rows that cannot be read.
     """
 
@@ -34,7 +34,7 @@ class TokenOptions:
     skip_bad: bool = False
 
     def read_table(self, path: Path) -> Manifest:
-        """Read the samples of a table; ask all that it leaves open in one `QuestionError`."""
+        """Read the samples of a table; one `QuestionError` asks for all that it does not say."""
         try:
             return self._read(path)
         except QuestionError as error:
@@ -82,7 +82,7 @@ class ManifestOptions(TokenOptions):
         return manifest
 
     def check_manifest(self, *others: str) -> None:
-        """Refuse options of --manifest, and `others` of a command, if it is not given."""
+        """Refuse options that need --manifest (and the command's `others`) if it is not given."""
         if self.manifest is None:
             names = "columns", "bucket", "fps", "max_frames", "tokenizer", "skip_bad", *others
             refuse(self, names, "only for --manifest")

@@ -44,11 +44,11 @@ def predicted(profile: HardwareProfile, cost: TransformerCost, passes: int = 1) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Classes of requests that arrive as a Poisson process, at rate 1 a second.
+    """Classes of requests that arrive as a Poisson process, one per second on average.
 
     Attributes:
-        kinds: A request of each class, as if it arrived at 0.
-        shares: The share of each class.
+        kinds: A request of each class that arrives at 0.
+        shares: The share of each class in the requests.
         most: Number of requests.
     """
 
@@ -57,12 +57,12 @@ class Mix:
     most: int
 
     def scale(self, load: float, num_ranks: int) -> float:
-        """Return the rate at which the ranks have a load, if requests run at cheapest degrees."""
+        """Return the requests per second that give a load if each runs at its cheapest degree."""
         work = float(np.dot(self.shares, [kind.work_s for kind in self.kinds]))
         return load * num_ranks / work
 
     def draw(self, scale: float, seed: int, *, slo: float = 1.0) -> list[Request]:
-        """Draw requests at a rate of `scale` a second; `slo` scales the time until deadlines."""
+        """Draw requests that arrive at `scale` per second; `slo` scales the time to deadlines."""
         random, requests, now = np.random.default_rng(seed), list[Request](), 0.0
         for _ in range(self.most):
             now += float(random.exponential(1.0 / scale))
@@ -74,7 +74,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Requests of a file, with the methods of a `Mix`, to replay them faster or slower."""
+    """Requests of a file, to replay faster or slower; it has the methods of `Mix`."""
 
     requests: Sequence[Request]
 
@@ -82,11 +82,11 @@ class Recorded:
         """Return how many times as fast the requests must arrive for a load."""
         duration_s = self.requests[-1].arrival_s - self.requests[0].arrival_s
         if not duration_s:
-            raise ConfigError("all requests come at once, which is no load: give --rates 1")
+            raise ConfigError("all requests arrive at once, so they have no load: give --rates 1")
         return load * num_ranks * duration_s / sum(request.work_s for request in self.requests)
 
     def draw(self, scale: float, seed: int, *, slo: float = 1.0) -> list[Request]:
-        """Return the requests, arriving `scale` times as fast; `seed` changes nothing."""
+        """Return the requests, which arrive `scale` times as fast; `seed` changes nothing."""
         requests = list[Request]()
         for request in self.requests:
             arrival_s = request.arrival_s / scale
@@ -100,11 +100,11 @@ Workload = Mix | Recorded
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Maker of requests from their sizes.
+    """Makes requests from their sizes.
 
     Attributes:
         rule: Turns pixels into tokens.
-        costs: Seconds of a step.
+        costs: Predicts the seconds of a step.
     """
 
     rule: TokenRule
@@ -138,14 +138,14 @@ class Sizes:
         )
 
     def read(self, path: Path) -> Recorded:
-        """Read a JSON object a line, with the arguments of `request`."""
+        """Read one JSON object per line, with the arguments of `request`."""
         requests, names = list[Request](), signature(self.request).parameters
         for where, line in read_json_lines(path):
             values = cast(dict[str, Any], line) if isinstance(line, dict) else {}
             missing = {"width", "height", "steps"} - values.keys()
             if missing or values.keys() - names.keys():
                 raise ConfigError(
-                    f"{where}: a request has width, height and steps, and may have frames, "
+                    f"{where}: a request needs width, height and steps, and may have frames, "
                     f"arrival_s, deadline_s (after its arrival) and kind, not {', '.join(values)}"
                 )
             values["kind"] = str(values.get("kind", ""))
@@ -154,16 +154,16 @@ class Sizes:
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from None
         if not requests:
-            raise ConfigError(f"{path} has no requests: write a JSON object a line")
+            raise ConfigError(f"{path} has no requests: write one JSON object per line")
         return Recorded(sorted(requests, key=lambda request: request.arrival_s))
 
     def mix(self, words: Sequence[str], most: int, deadline: float | None) -> Mix:
-        """Return a mix of "1024x1024@25=0.6" (steps, share) or "832x480x49@50".
+        """Return a mix of classes such as "1024x1024@25=0.6" (steps, share) or "832x480x49@50".
 
         Args:
-            words: One for each class.
+            words: One text for each class.
             most: Number of requests.
-            deadline: Multiple of its seconds on one rank that a request may take; None: no limit.
+            deadline: Deadline as a multiple of a request's seconds on one rank; None: no deadline.
         """
         kinds, shares = list[Request](), list[float]()
         for word in words:
@@ -176,5 +176,5 @@ class Sizes:
             kinds.append(replace(kind, deadline_s=due))
             shares.append(float(match[5] or 1))
         if not sum(shares):
-            raise ConfigError(f"{' '.join(words)}: all shares are 0")
+            raise ConfigError(f"{' '.join(words)}: all shares are 0; give one above 0")
         return Mix(kinds=kinds, shares=(np.array(shares) / sum(shares)).tolist(), most=most)

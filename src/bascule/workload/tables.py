@@ -1,7 +1,7 @@
 """Read rows of data sets from Parquet, Arrow, CSV, JSON, tar shards, and folders.
 
-Only the wanted columns are read, in batches of rows, so that memory stays constant where the format
-allows. A configuration of a trainer stands for the data sets that it names.
+Only the wanted columns are read, in batches of rows, so that memory stays constant if the format
+allows it. If the file is a trainer's configuration, the data sets that it names are read.
 """
 
 import csv
@@ -48,7 +48,7 @@ class Batch:
     Attributes:
         file: The file or folder.
         columns: Columns by name, of equal length: pyarrow arrays, or lists of values.
-        data: The data set of a trainer's configuration that has these rows, if one has.
+        data: The data set of a trainer's configuration with these rows; None if there is none.
     """
 
     file: Path
@@ -57,12 +57,12 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of each column."""
+        """Number of rows of each column."""
         return len(next(iter(self.columns.values()), ()))
 
     @property
     def folder(self) -> Path:
-        """The folder in which relative paths of rows begin."""
+        """The folder that relative paths in rows start from."""
         return self.file if self.file.is_dir() else self.file.parent
 
 
@@ -72,9 +72,9 @@ def read_batches(
     """Yield the wanted columns of a data set in batches of rows.
 
     Args:
-        path: A .parquet, .arrow, .csv, .tsv, .json, .jsonl, .tar or .toml file, text files maybe
-            compressed as .gz, .zst, .bz2 or .lz4; or a folder of such files, or of images.
-        wanted: Returns the columns to read, from the names of all columns.
+        path: A .parquet, .arrow, .csv, .tsv, .json, .jsonl, .tar or .toml file, or a folder of such
+            files or of images. Text files may be compressed as .gz, .zst, .bz2 or .lz4.
+        wanted: Receives the names of all columns, and returns those to read.
         wrong: Receives lines of a CSV file with too few or too many cells; None: these are errors.
     """
     path = to_path(path)
@@ -266,7 +266,7 @@ def _parsed(lines: str, path: Path, num_before: int) -> Iterator[Mapping[str, An
             reason = getattr(error, "msg", error)
             raise ConfigError(f"{path}, line {number}: not valid JSON: {reason}") from None
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: {shown(row)} is no row with names")
+            raise ConfigError(f"{path}, line {number}: {shown(row)}: write an object with names")
         yield row
 
 
@@ -325,7 +325,7 @@ def _shard_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def image_size(file: Any) -> tuple[int, int] | None:
-    """Read width and height from the header of an image, a path or an open file; None: no image."""
+    """Read width and height from the header of an image (path or open file); None: no image."""
     from PIL import Image
 
     try:
@@ -336,7 +336,7 @@ def image_size(file: Any) -> tuple[int, int] | None:
 
 
 def load_av(where: object, instead: str = "") -> Any:
-    """Import PyAV, which reads videos; ConfigError if it is missing, which ends in `instead`."""
+    """Import PyAV, which reads videos; the ConfigError for a missing PyAV ends with `instead`."""
     try:
         return importlib.import_module("av")
     except ImportError:

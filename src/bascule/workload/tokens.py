@@ -1,4 +1,4 @@
-"""Tokens of images, clips and texts, by models, by buckets of trainers and by frame rates."""
+"""Count the tokens of images, clips and texts, by model, by bucket and by frame rate."""
 
 import math
 import re
@@ -27,10 +27,10 @@ class ModelShape:
         width: Model width.
         num_blocks: Blocks of the transformer.
         num_heads: Heads of keys and values.
-        pixels: Side of a visual token in pixels: stride of the VAE times patch.
+        pixels: Side of a visual token in pixels: the VAE's stride times the patch size.
         frame_stride: Frames after the first that become one latent frame; None: images only.
         areas: Least and most pixels to which an image is scaled; None keeps its size.
-        is_crosswise: True if text is no part of the sequence, but of cross-attention.
+        is_crosswise: True if text is used in cross-attention only, and is not in the sequence.
     """
 
     width: int
@@ -43,7 +43,7 @@ class ModelShape:
 
     @property
     def cost(self) -> TransformerCost:
-        """The cost of a sequence."""
+        """The cost model of a sequence."""
         return TransformerCost(self.width, num_layers=self.num_blocks, num_heads=self.num_heads)
 
 
@@ -70,20 +70,20 @@ MODELS = {  # the defaults of their classes in diffusers and transformers, and t
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
-    """The rules by which a trainer makes tokens of images, clips and texts.
+    """The rules by which a trainer turns images, clips and texts into tokens.
 
     Attributes:
         pixels: Side of a visual token in pixels; a remainder at an edge is cut off.
-        frame_stride: f frames become 1 + (f - 1) // frame_stride latent ones; None: images only.
+        frame_stride: f frames become 1 + (f - 1) // frame_stride latent frames; None: images only.
         areas: Least and most pixels; sides are rounded to whole tokens within them. None: as is.
-        bucket: Sizes that images are scaled to, by the nearest aspect ratio: "1024:64" has all
-            sides in steps of 64 of at most 1024 x 1024 pixels and 4:1, "1280x720:16" and "720p"
-            have another area, "1024x1024,1152x896" lists the sizes.
-        fps: Frames a second that are taken of a clip; all of them if None.
-        max_frames: Most frames that are taken of a clip.
+        bucket: Sizes to which images are scaled, by the nearest aspect ratio. "1024:64": all sizes
+            of at most 1024 x 1024 pixels and 4:1, with sides in steps of 64. "1280x720:16" and
+            "720p" have another area; "1024x1024,1152x896" lists the sizes.
+        fps: Frames per second that are used of a clip; None uses all frames.
+        max_frames: Most frames that are used of a clip.
         tokenize: Counts the tokens of each text; None estimates them by `BYTES_PER_TOKEN`.
-        is_crosswise: True if text beside images and clips is no part of the sequence, but of
-            cross-attention.
+        is_crosswise: True if the text of images and clips is used in cross-attention only, and is
+            not in the sequence.
     """
 
     pixels: int = 16
@@ -109,36 +109,36 @@ class TokenRule:
         return replace(rule, **options)  # pyright: ignore[reportArgumentType]
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the tokens of each text."""
+        """Count the tokens of each text."""
         if self.tokenize is not None:
             return self.tokenize(texts)
         sizes = (len(text.encode("utf-8", "replace")) for text in texts)
         return [math.ceil(size / BYTES_PER_TOKEN) for size in sizes]
 
     def frames_taken(self, frames: Floats, fps: Floats) -> Floats:
-        """Return the frames that are taken of each clip, (n,), by `fps` and `max_frames`."""
+        """Return (n,) frames of each clip that `fps` and `max_frames` leave."""
         if self.fps is not None:
             taken = np.maximum(np.floor(frames * self.fps / fps + 1e-6), 1.0)
             frames = np.where(frames > 1, taken, frames)
         return np.minimum(frames, self.max_frames or np.inf)
 
     def grids(self, width: Floats, height: Floats, frames: Floats, fps: Floats) -> Ints:
-        """Return latent frames, rows and columns of tokens, (n, 3).
+        """Return (n, 3) latent frames, token rows and token columns of each sample.
 
         Args:
             width: (n,) pixels.
             height: (n,) pixels.
             frames: (n,) frames of each clip, 1 of an image.
-            fps: (n,) frames a second of each clip; used only if the rule has `fps`.
+            fps: (n,) frames per second of each clip; used only if the rule has `fps`.
 
         Raises:
-            ConfigError: There is a clip, and the rule has no `frame_stride`.
+            ConfigError: A sample is a clip, and the rule has no `frame_stride`.
         """
         frames = self.frames_taken(frames, fps)
         if self.frame_stride is None and frames.max(initial=1) > 1:
             raise QuestionError(
-                f"has clips, one of {int(frames.max()):,} frames: say how they become tokens, and "
-                "how many are taken of a clip, for example by --model wan2.1 --max-frames 81",
+                f"has clips, one of {int(frames.max()):,} frames: give a model of clips, and the "
+                "most frames to use of a clip, for example --model wan2.1 --max-frames 81",
                 model="wan2.1",
                 max_frames=self.max_frames or 81,
             )
@@ -159,7 +159,7 @@ def model_shape(name: str) -> ModelShape:
 
 
 def bucket_sizes(bucket: str) -> Ints:
-    """Return width and height of all buckets, (n, 2), see `TokenRule.bucket`."""
+    """Return (n, 2) width and height of all buckets; see `TokenRule.bucket`."""
     text = _NAMED.get(bucket, bucket).replace(" ", "")
     if _SIZES.fullmatch(text):
         sizes = [[int(side) for side in size.split("x")] for size in text.split(",")]
@@ -181,7 +181,7 @@ def bucket_sizes(bucket: str) -> Ints:
 def nearest(
     sizes: Ints, width: Floats, height: Floats, scale: Callable[[Floats], Floats] = np.abs
 ) -> tuple[Floats, Floats]:
-    """Return the size whose aspect ratio is nearest on a scale; of equal ratios the larger size."""
+    """Return the size with the nearest aspect ratio on a scale; of equal ratios the larger size."""
     order = np.lexsort((-sizes.prod(axis=1), sizes[:, 0] / sizes[:, 1]))
     sides = sizes[order].astype(np.float64)
     aspects, first = np.unique(scale(sides[:, 0] / sides[:, 1]), return_index=True)

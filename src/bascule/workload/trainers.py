@@ -1,6 +1,6 @@
-"""Read configurations of trainers: the data sets that they name, and the samples made of rows.
+"""Read configurations of trainers: the data sets that they name, and how rows become samples.
 
-A key is applied as its trainer applies it, or is listed as harmless, or is refused by name.
+A key is applied as its trainer applies it, or is ignored as harmless, or is refused by name.
 Sources: `library/train_util.py` of sd-scripts, `dataset/bucket.py` and `image_video_dataset.py` of
 musubi-tuner, `multiaspect/image.py` and `metadata/backends/base.py` of SimpleTuner.
 """
@@ -61,10 +61,10 @@ class DataSet:
 
     Attributes:
         places: Paths of its data; the first that exists is read.
-        takes: Functions from rows to samples; one for each time that rows are trained.
+        takes: Functions from rows to samples, one for each time that the rows are trained on.
         captions: Suffixes of the files with captions.
-        only_captioned: True if images without such a file are no samples.
-        is_deep: True if images in folders within the folder are samples.
+        only_captioned: True if images without a caption file are left out.
+        is_deep: True if images in subfolders are samples, too.
         has_clips: True if it has clips, whose frames must be known.
     """
 
@@ -92,7 +92,7 @@ class _Keys:
 
     def needed(self, key: str, default: Any = None) -> Any:
         if (value := self.pop(key, default)) is None:
-            raise ConfigError(f"{self.path}: says no {key}: write what the trainer's options say")
+            raise ConfigError(f"{self.path}: has no {key}: write what the trainer's options say")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -135,7 +135,7 @@ def data_sets(path: Path, value: Any) -> Iterator[DataSet]:
         kinds = {entry.get("id"): entry.get("conditioning_type") for entry in value}
         sets = [_simpletuner(_Keys(path, entry), kinds) for entry in value]
     elif "directory" in value:
-        wrong = f"{path}: the areas and buckets of [[directory]] of diffusion-pipe are not applied"
+        wrong = f"{path}: areas and buckets of [[directory]] of diffusion-pipe are not supported"
         raise ConfigError(f"{wrong}: give the folder of its path, and for example --bucket 512:16")
     elif "datasets" in value:
         general = value.pop("general", {})

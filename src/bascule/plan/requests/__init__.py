@@ -1,8 +1,8 @@
 """Schedule requests: which request runs next, on which ranks, at which degree.
 
-Ranks form blocks: aligned runs of 1, 2, 4, .. of them. A request takes its denoising steps on one
-block, and may go on with another one at a step boundary. A policy is asked when a request arrives,
-ends, or was recalled by it and reached a boundary; it is pure and the same for simulation and use.
+Ranks form blocks: aligned runs of 1, 2, 4, .. ranks. A request runs its denoising steps on one
+block, and may move to another block at a step boundary. A policy decides when a request arrives,
+ends, or stops because the policy recalled it. Simulation and server run the same pure policies.
 """
 
 from bascule.plan.requests.balanced import Balanced as Balanced

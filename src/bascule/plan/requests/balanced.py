@@ -1,4 +1,4 @@
-"""The policy of bascule: degrees by deadlines and load, and a latest start for each request."""
+"""The policy of bascule: it sets degrees by deadlines and load, and a latest start per request."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -35,16 +35,16 @@ class _View(NamedTuple):
 class Balanced:
     """A policy that meets deadlines with the fewest ranks, and speeds requests up with the others.
 
-    At each decision every request gets a target: in the order of urgency, the smallest degree that
-    meets its deadline; ranks left over widen the requests that gain the most. Then requests with
-    ranks start, and those above their targets are recalled while others wait. With hundreds of jobs
-    targets are set from time to time, and jobs start in the last order in between.
+    In the order of urgency, every request gets a target degree: the smallest that meets its
+    deadline. Ranks left over go to the requests that gain the most. Requests with free ranks start;
+    while others wait, requests above their targets are recalled. With hundreds of jobs, targets are
+    set only from time to time, and jobs start in the last order in between.
 
-    A request without a deadline gets two. The first is three times its time at its least degree.
-    Once that is lost there, the second is its end under first come, first served, or that of 95 %
-    of the last thousand. From its latest start on it goes before all others. A user's deadline that
-    no degree can meet any more, or that costs others theirs, is lost: the request waits for others,
-    until it has waited 30 times its own time.
+    A request without a deadline gets two: first, three times its time at its least degree. If that
+    is missed, then its end under first come, first served, or that of 95 % of the last thousand.
+    From its latest start on, it precedes all others. A user's deadline is given up if no degree can
+    meet it, or if it makes others miss theirs: then the request waits for others, until it has
+    waited 30 times its own time.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Balanced:
         self._num_changes = 0  # as of the last decision
 
     def decide(self, state: State, act: Starts) -> None:
-        """Set targets, start the jobs that fit, and recall those above their targets."""
+        """Set target degrees, start the jobs that fit, and recall jobs above their targets."""
         if self._num_changes != state.num_changes:
             self._num_changes = state.num_changes
             for job in (*state.waiting, *state.running.values()):

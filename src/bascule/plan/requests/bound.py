@@ -1,4 +1,4 @@
-"""Bound the latency and the kept deadlines of any policy."""
+"""Bound the latency, and the number of kept deadlines, of any policy."""
 
 import heapq
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ _MOST_GROUPS = 4000  # of equal requests in one linear program
 def request_bound(requests: Sequence[Request], num_ranks: int) -> RequestBound:
     """Bound the deadlines kept and the mean latency of any policy.
 
-    The relaxation: all ranks are one machine that takes a request's cheapest rank-seconds in parts,
-    at any time between arrival and deadline; no request is faster than alone at its fastest degree.
-    Deadlines: a linear program in which a part of a request counts in part. Latency: shortest
-    remaining time first, which is optimal on one machine.
+    The bound treats all ranks as one machine. It computes a request's cheapest rank-seconds in any
+    parts between arrival and deadline, but no faster than alone at the fastest degree. Deadlines:
+    a linear program, which counts parts of requests. Latency: shortest remaining time first, which
+    is optimal on one machine.
     """
     if not requests:
         return RequestBound(1.0, 0.0)
@@ -80,7 +80,7 @@ def _most_on_time(arrival: Floats, deadline: Floats, alone: Floats, work: Floats
     rows = np.stack([first, last, np.round(work[chosen], 12)], axis=1)
     groups, counts = np.unique(rows, axis=0, return_counts=True)
     if len(groups) > _MOST_GROUPS:
-        raise ConfigError(f"{len(groups)} unlike requests: at most {_MOST_GROUPS} have a bound")
+        raise ConfigError(f"{len(groups)} unlike requests: give at most {_MOST_GROUPS} to bound")
     spans = np.diff(grid)
     starts, stops = groups[:, 0].astype(int), np.maximum(groups[:, 1].astype(int), 1)
     lens = stops - starts

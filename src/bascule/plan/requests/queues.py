@@ -1,4 +1,4 @@
-"""Plain policies, with one queue for all ranks; and all policies by name."""
+"""Simple policies, with one queue for all ranks, and all policies by name."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ class Queue:
     """A policy with one queue for all ranks.
 
     Args:
-        order: "fifo", "sjf" (shortest first), or "srtf" (least left first; recalls others).
+        order: "fifo", "sjf" (shortest first), or "srtf" (shortest remaining time; it recalls jobs).
         degree: Degree of all requests.
     """
 
@@ -52,7 +52,7 @@ class Queue:
 
 
 class EarliestDeadline:
-    """A policy: earliest deadline first, on the fastest free degree; never recalls."""
+    """A policy: earliest deadline first, at the fastest free degree; it recalls no request."""
 
     def __init__(self) -> None:
         self._line = Line(lambda job: (job.request.deadline_s, job.number))
@@ -84,7 +84,7 @@ SERVED = "balanced"
 def policy_of(name: str, requests: Sequence[Request], num_ranks: int, seed: int = 0) -> Policy:
     """Return a new policy by its name, one of `POLICIES`, for these requests and ranks.
 
-    None of them uses the seed. ConfigError: no such policy, or requests do not know its degree.
+    No policy uses the seed. ConfigError: unknown policy, or a request lacks its degree in `step_s`.
     """
     del seed
     if name in ("greedy", "balanced"):
@@ -97,7 +97,7 @@ def policy_of(name: str, requests: Sequence[Request], num_ranks: int, seed: int 
 
 
 def common_degree(name: str, degree: int, requests: Sequence[Request], num_ranks: int) -> int:
-    """Return the degree, or refuse one that not all requests know."""
+    """Return the degree; refuse it if a request lacks it in `step_s`."""
     every = {d for request in requests for d in request.step_s if d <= num_ranks}
     common = {d for d in every if all(d in request.step_s for request in requests)}
     if degree not in common:

@@ -15,9 +15,9 @@ NEVER = float("inf")
 
 
 class Block(NamedTuple):
-    """A power of two of consecutive ranks, the first a multiple of their number.
+    """A run of 2^k consecutive ranks that begins at a multiple of 2^k.
 
-    Two blocks are disjoint, or one lies within the other. The first rank leads.
+    Two blocks are disjoint, or one lies within the other. The first rank is the leader.
     """
 
     first: int
@@ -35,14 +35,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A picture or clip to make.
+    """A request for a picture or clip.
 
     Attributes:
-        step_s: Seconds of a denoising step by degree, all guidance passes included.
+        step_s: Seconds of a denoising step by degree, with all guidance passes.
         steps: Denoising steps.
         arrival_s: Time at which it arrives.
         deadline_s: Time by which it should end; `NEVER` without a deadline.
-        once_s: Seconds of its text encoder and its decoder, on one rank.
+        once_s: Seconds that the text encoder and the decoder need on one rank.
         kind: Name of its class, for reports.
     """
 
@@ -86,7 +86,7 @@ class Job:
     free_s: float = 0.0  # predicted time at which a running job frees this block
 
     def rest(self, now_s: float) -> int:
-        """Return the steps from the next step boundary on; a running job takes one until then."""
+        """Return the number of steps left at the next step boundary; until it, a job runs one."""
         if self.block is None or not self.left:  # it waits, or one rank decodes
             return self.left
         to_end = (self.steps_end_s - now_s) / self.request.step_s[self.block.degree]
@@ -99,7 +99,7 @@ class Job:
         return self.steps_end_s - (rest and rest * self.request.step_s[self.block.degree])
 
     def seconds(self, degree: int, now_s: float = 0.0) -> float:
-        """Return the seconds from the next step boundary on, at a degree."""
+        """Return the seconds that a job needs from the next step boundary on, at a degree."""
         return self.request.seconds(degree, self.rest(now_s))
 
 
@@ -136,7 +136,7 @@ class State:
         return self.waiting[bisect_right(self.waiting, number, key=_number) :]
 
     def wait(self, job: Job) -> None:
-        """Let a job wait; free its block."""
+        """Make a job wait, and free its block."""
         if job.block is not None:
             self.release(job.block)
         job.block = None
@@ -156,7 +156,7 @@ class State:
         return job.block is not None and self.running.get(job.block.first) is job
 
     def release(self, block: Block) -> None:
-        """Free a block, and join it with free neighbours."""
+        """Free a block, and merge it with free neighbours."""
         self.running.pop(block.first, None)
         self.num_free += block.degree
         while (other := Block(block.first ^ block.degree, block.degree)) in self.free:
@@ -187,7 +187,7 @@ class State:
 
 
 class Line:
-    """A heap of waiting jobs, for thousands, in an order that stays while they wait."""
+    """A heap for thousands of waiting jobs, whose order does not change while they wait."""
 
     def __init__(self, key: Callable[[Job], tuple[float, int]]) -> None:
         self._key = key
@@ -197,7 +197,7 @@ class Line:
         self._num_changes = 0  # as of the last update
 
     def update(self, state: State) -> None:
-        """Add the jobs that wait for the first time, or again."""
+        """Add the jobs that have begun to wait, also those that wait again."""
         new = [*state.after(self._last), *filter(state.waits, self._away)]
         self._last = max([self._last, *(job.number for job in new)])
         self._away = list(filter(state.runs, self._away))
@@ -233,7 +233,7 @@ class Starts(Protocol):
         """Let a waiting job run on free ranks."""
 
     def recall(self, job: Job) -> None:
-        """Let a running job wait at its next step boundary, and decide again then."""
+        """Stop a running job at its next step boundary; the policy then decides again."""
 
 
 class Policy(Protocol):

@@ -1,4 +1,4 @@
-"""Puts items with costs into bins with speeds and limits: by `assign`, or `solve` for plans."""
+"""Assign items with costs to bins with speeds and limits: `assign`, or `solve` for plans."""
 
 from bascule.plan.solver.problem import Assignment as Assignment
 from bascule.plan.solver.solve import assign as assign

@@ -1,4 +1,4 @@
-"""Lower bounds on the makespan: what certifies an assignment.
+"""Lower bounds on the makespan, which certify how good an assignment is.
 
 A bin of speed s_b that carries work until r_b finishes items W at r_b + W / s_b. The makespan is at
 least max r_b, so bins can be pooled: a set F cannot end W before (W + sum_F s_b r_b) / sum_F s_b.
@@ -18,7 +18,7 @@ _FINEST_GRID = 2.0**-30  # of the bound: finer grids cannot raise it by anything
 def lower_bound(problem: Problem, makespan: float = np.inf) -> float:
     """Return the best of all bounds, in the caller's units of time. O(n log n + m log m).
 
-    The two cheapest will do where they show `makespan` to be within hundredths of a percent.
+    It computes only the two cheapest bounds if they are within 0.01 % or so of `makespan`.
     """
     bounds = [mean_bound(problem)]
     if problem.num_items:
@@ -36,7 +36,7 @@ def lower_bound(problem: Problem, makespan: float = np.inf) -> float:
 
 
 def mean_bound(problem: Problem) -> float:
-    """Bound by all work over all speeds, carried loads included, and by the largest. O(n + m)."""
+    """Bound by all work (with carried loads) over all speeds, and by carried loads. O(n + m)."""
     pooled = _pooled(float(problem.costs.sum()), problem.speeds, problem.carried)
     return max(pooled, float(problem.carried.max()))
 
@@ -73,7 +73,7 @@ def pigeonhole_bound(problem: Problem) -> float:
 
 
 def surplus_bound(problem: Problem) -> float:
-    """Bound by what bins with few items cannot take, for identical bins. O(n).
+    """Bound by the work that bins with few items cannot hold, for identical bins. O(n).
 
     With n items in m bins, at least `x = m - floor(n / (k + 1))` bins have at most k items. Any x
     of them hold at most the k x longest items, and the other m - x bins the rest. Only k near n / m
@@ -131,7 +131,7 @@ def on_grid(problem: Problem, bound: float) -> float:
 
 
 def threshold_bound(problem: Problem) -> float:
-    """Bound by what fast bins must take because it is too long for slow ones.
+    """Bound by the items that fast bins must take because they are too long for slow ones.
 
     For a split of the bins at a speed, let t_i be the time that item i needs on the best slow bin
     (infinite where its size fits none), in descending order. At a makespan T < t_j the first j + 1
@@ -152,7 +152,7 @@ def threshold_bound(problem: Problem) -> float:
 
 
 def spill_bound(problem: Problem) -> float:
-    """Bound by what limits keep off the fast bins, at its least cost. O(n log n) per speed.
+    """Bound by the least work that limits keep off the fast bins. O(n log n) per speed.
 
     Source: the fractional knapsack (Dantzig 1957), cheapest cost per size first.
     """

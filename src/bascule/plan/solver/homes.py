@@ -1,4 +1,4 @@
-"""The bins that items prefer, and the names of equal bins that suit the items best."""
+"""The bins that items prefer, and a renaming of equal bins that keeps most items there."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _MAX_EXACT = 256  # most equal bins that are relabelled optimally; the assignmen
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Sets of bins (nodes) that items would rather be in."""
+    """Sets of bins (nodes) that items prefer."""
 
     weights: Floats  # (items,) cost of being wholly outside the item's region
     of_items: Ints  # (items,) that region
@@ -21,7 +21,7 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """The bins that items prefer, and what it costs to be elsewhere."""
+    """The bins that items prefer, and the cost of being elsewhere."""
 
     bins: Ints  # (items,) preferred bin; -1 for none
     weights: Floats  # (items,) cost of being in another bin; 0 where none is preferred
@@ -30,7 +30,7 @@ class Homes:
     regions: Regions | None = None  # what else is preferred
 
     def away(self, items: Ints, bins: Ints) -> Floats:
-        """Return the weight that is away if each item is in its bin of `bins`; broadcasts."""
+        """Return the weight away from home of each item in its bin of `bins`; they broadcast."""
         at_home = self.bins[items] == bins
         saved = at_home if self.home_share is None else at_home * self.home_share[bins]
         away = self.weights[items] * (1.0 - saved)
@@ -41,7 +41,7 @@ class Homes:
 
     @property
     def most_away(self) -> float:
-        """All weight that could be away; positive."""
+        """The largest weight that could be away from home; positive."""
         far = 0.0 if self.regions is None else float(self.regions.weights.sum())
         return max(float(self.weights.sum()) + far, 1e-300)
 

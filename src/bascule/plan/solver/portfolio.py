@@ -1,4 +1,4 @@
-"""The portfolio: starts by name, what improves them, and which of the answers is taken.
+"""The portfolio: named starts, the search that improves them, and the choice of the answer.
 
 Longest first (LPT) gives each item, longest first, to the bin that completes it first, ties to the
 lowest index: at most 4/3 - 1/(3m) above the best on m identical bins (Graham 1969, Bounds on
@@ -58,7 +58,7 @@ class Candidate:
         return Candidate(bin_of, method, problem.makespan(bin_of))
 
     def improved(self, problem: Problem, target: float) -> "Candidate":
-        """Improve it by the search."""
+        """Improve the assignment by the local search."""
         bin_of = improve(problem, self.bin_of, target)
         name = self.method if self.is_improved else f"{self.method}, improved"
         return Candidate(bin_of, name, problem.makespan(bin_of), is_improved=True)
@@ -70,8 +70,8 @@ def solve(
     """Return the best assignment that the portfolio finds within the limits.
 
     The search stops at a gap of `tolerance`, or at the completion time `enough`, in units of work
-    per unit of speed. With `quick`, one start alone is improved where several are good, and no
-    integer program is solved where none keeps the limits.
+    per unit of speed. With `quick`, it improves only one start if several are good, and solves no
+    integer program if no start keeps the limits.
     """
     if problem.num_items == 0:
         nothing = np.empty(0, np.int64)
@@ -104,7 +104,7 @@ def solve(
 
 
 def may_end_by(problem: Problem, makespan: float) -> bool:
-    """Return whether no bound shows that a bin must complete later. O(n log n)."""
+    """Return False if a bound shows that some bin must complete later. O(n log n)."""
     time = makespan * problem.unit * (1.0 + _ROUNDING)
     if lower_bound(problem) > time:
         return False
@@ -240,7 +240,7 @@ def _missed(problem: Problem, closest: Ints) -> str:
 def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
     """Bring items to their preferred bins, with no bin later than the ceiling; return how, or "".
 
-    Late bins are repaired from everything at home; if that fails, the search starts from `bin_of`.
+    It puts all items at home, then repairs late bins; if that fails, it searches from `bin_of`.
     """
     relabelled = relabel(problem, bin_of, homes)
     home, name = np.where(homes.bins >= 0, homes.bins, bin_of), "everything at home, improved"
@@ -340,10 +340,10 @@ def _heap(work: Floats, loads: Floats, most: int) -> Ints:
 
 
 def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
-    """Place longest first over bins of different speeds, a heap per speed.
+    """Place items, longest first, on bins of different speeds, with a heap per speed.
 
-    LPT by completion time; with `fill_first` the greedy of KnapFormer: the least filled bin whose
-    remaining share of the total work holds the item; else (the paper has no rule) as LPT.
+    Uses LPT by completion time. `fill_first` uses KnapFormer's greedy instead: the least filled bin
+    whose remaining share of the total work holds the item; else LPT, as the paper has no rule.
     """
     total = problem.work.sum() + problem.carried_work.sum()
     ceiling = float(total / problem.speeds.sum())
@@ -376,9 +376,9 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
 
 
 def fluid(problem: Problem) -> tuple[Ints, Floats]:
-    """Return the kinds that a fluid would choose, and what a second of each kind is worth to it.
+    """Return each item's kind in a fluid relaxation, and the value of a second of each kind.
 
-    Each kind in turn, last one first, takes the longest items left, until a bisected makespan.
+    Each kind in turn, the last first, takes the longest items left, up to a bisected makespan.
     """
     num_kinds = problem.num_kinds
     costs = problem.kind_costs[:, problem.order]
@@ -424,10 +424,10 @@ def _weights(costs: Floats, ends: Ints, speeds: Floats) -> Floats:
 def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) -> Ints | None:
     """Round a linear relaxation, with the long items where `start` has them; None if too large.
 
-    A vertex of the relaxation splits few items over bins; each goes to where most of it is. Items
-    longer than a share `longest` of the fastest bin's time until `target` stay whole. The result
-    may pass limits a little. Source: Lenstra, Shmoys and Tardos 1990, Approximation algorithms for
-    scheduling unrelated parallel machines.
+    A vertex of the relaxation splits few items over bins; each goes to the bin with most of it.
+    Items longer than a share `longest` of the fastest bin's time until `target` stay whole. The
+    result may exceed limits a little. Source: Lenstra, Shmoys and Tardos 1990, Approximation
+    algorithms for scheduling unrelated parallel machines.
     """
     bins, fastest = problem.num_bins, target * float(problem.speeds.max())
     is_long = problem.work > longest * fastest

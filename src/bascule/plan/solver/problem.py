@@ -1,4 +1,4 @@
-"""The solver's input, brought to exact numbers.
+"""The solver's input, in exact numbers.
 
 Work is an integer number of units, a power of two of the caller's cost, and sums stay below 2**50:
 exact in float64, whatever the order or the machine. Integer costs (blocks, tokens) stay exact.
@@ -96,12 +96,12 @@ class Problem:
         return self.carried + self._sums(self.kind_costs, bin_of) / self.speeds
 
     def used(self, bin_of: Ints) -> Floats:
-        """Return (limits, bins) what an assignment takes of what is limited."""
+        """Return (limits, bins) amounts that an assignment uses of each limited resource."""
         sums = [np.bincount(bin_of, use, self.num_bins) for use in self.use]
         return np.array(sums, dtype=np.float64).reshape(self.room.shape)
 
     def excess(self, bin_of: Ints) -> float:
-        """Sum of what an assignment passes of the limits, relative to them; 0 keeps all of them."""
+        """Sum the relative amounts by which an assignment exceeds limits; 0 if it keeps all."""
         return float(excess(self.used(bin_of), self.room).sum()) if self.limited else 0.0
 
     def unlimited(self) -> "Problem":
@@ -109,7 +109,7 @@ class Problem:
         return replace(self, use=self.use[:0], room=self.room[:0], resources=())
 
     def at_costs(self, costs: Floats, items: Ints, bins: Ints) -> "Problem":
-        """Return some items at one cost each on some bins, as of one kind and without limits."""
+        """Return the problem of some items with these costs on some bins of one kind, unlimited."""
         return replace(
             self,
             speeds=self.speeds[bins],
@@ -124,7 +124,7 @@ class Problem:
         )
 
     def without(self, staying: Bools, bin_of: Ints) -> "Problem":
-        """Return the other items, for bins that carry the staying ones; without limits."""
+        """Return the problem without `staying` items, whose work bins carry; without limits."""
         items, at, rest = np.flatnonzero(staying), bin_of[staying], np.flatnonzero(~staying)
         costs = np.bincount(at, self.kind_costs[self.kind_of[at], items], self.num_bins)
         work = np.bincount(at, self.kind_work[self.kind_of[at], items], self.num_bins)
@@ -148,11 +148,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Items in bins, with a certificate. Arrays are read-only.
+    """An assignment of items to bins, with a lower bound. Arrays are read-only.
 
     Attributes:
-        bin_of: Bin per item.
-        loads: Completion time per bin: carried load + sum of costs / speed.
+        bin_of: Bin of each item.
+        loads: Completion time of each bin: carried load + sum of costs / speed.
         makespan: Latest completion time.
         lower_bound: No assignment completes earlier.
         method: Name of the start and of the search that found it.
@@ -175,12 +175,12 @@ class Assignment:
 
     @property
     def gap(self) -> float:
-        """Certified distance to the best: makespan / lower_bound - 1; 0 where nothing is to do."""
+        """Upper bound on the distance to the best: makespan / lower_bound - 1; 0 without work."""
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
 def excess(used: Floats, room: Floats) -> Floats:
-    """Return (...) by how much (limits, ...) amounts pass the room, relative, summed; 0: legal."""
+    """Return (...) relative excess of (limits, ...) amounts over the room, summed; 0: legal."""
     return np.maximum(used / room - 1.0, 0.0).sum(axis=0)
 
 
@@ -194,11 +194,11 @@ def build_problem(
     sizes: Mapping[str, Floats] | None = None,
     ranks: Floats | None = None,
 ) -> Problem:
-    """Bring checked arguments to exact numbers; a PlanError says what no assignment can hold.
+    """Make a problem of exact numbers; a PlanError names the limit that no assignment can keep.
 
-    `costs` are (items,), or with `kind_of` (kinds, items); all else is (bins,). `sizes` are those
-    of "tokens", "bytes", or "" for whichever is limited; `ranks` of bins are their speeds if None.
-    Limits hold for a rank of each bin.
+    `costs` are (items,), or with `kind_of` (kinds, items); `sizes` are (items,) by "tokens",
+    "bytes", or "" for the one that is limited. All else is (bins,). If `ranks` is None, the speeds
+    are the ranks of bins. Limits hold for each rank of a bin.
     """
     costs, speeds = np.atleast_2d(np.asarray(costs, np.float64)), np.asarray(speeds, np.float64)
     num_items, num_bins = costs.shape[1], speeds.size
@@ -241,7 +241,7 @@ def _exact_work(costs: Floats, carried_costs: Floats) -> tuple[float, Floats, Fl
     """
     largest = max(float(costs.max(initial=0.0)), float(carried_costs.max(initial=0.0)))
     if not np.isfinite(largest * (costs.size + carried_costs.size)):
-        raise ConfigError(f"costs up to {largest} overflow in a sum; use a larger unit of cost")
+        raise ConfigError(f"costs up to {largest} overflow when summed; use a larger unit of cost")
     entries = (costs.shape[1] + carried_costs.size).bit_length()
     shift = min(_WORK_BITS - frexp(largest)[1] - entries, _MAX_SHIFT) if largest else 0
     work, carried_work = np.rint(np.ldexp(costs, shift)), np.rint(np.ldexp(carried_costs, shift))

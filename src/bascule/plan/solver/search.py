@@ -1,9 +1,9 @@
-"""The one local search: within limits, over bins of several kinds, near home.
+"""The local search: within limits, over bins of several kinds, near home.
 
 A bin gives a group of one or two items to another bin, and may take a group back. The `Score` of
 the two bins decides which exchange is made. Late bins are paired with early ones, the latest with
 the earliest: first single items within pairs, then items of the worst bin with any other bin, then
-groups of two. With homes, items are then paired with the bins they would rather be in.
+groups of two. With homes, items are then paired with the bins that they prefer.
 """
 
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ Moves = tuple[Ints, Ints]
 
 
 def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None = None) -> Ints:
-    """Repair an assignment that passes limits, then improve it; never makes it worse.
+    """Repair an assignment that exceeds limits, then improve it; never make it worse.
 
-    The completion time `target`, in units of work per unit of speed, is good enough. With homes,
-    the makespan only matters above their ceiling.
+    It stops at the completion time `target`, in units of work per unit of speed. With homes, the
+    makespan only matters above their ceiling.
     """
     score = Score(problem, target, homes)
     is_large = problem.num_kinds > 1 and problem.num_items > _MOST_FOR_TWOS
@@ -74,7 +74,7 @@ def _rounds(score: "Score") -> int:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An assignment, and what is in each bin."""
+    """An assignment, and the contents of each bin."""
 
     bin_of: Ints
     work: Floats  # (bins,)
@@ -84,14 +84,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of one or two items of a bin, by slot, then by work; the last column is no group."""
+    """Groups of one or two items of a bin, by slot, then by work; the last column is empty."""
 
     slot: Ints  # (groups,)
     members: Ints  # (2, groups + 1) items; -1 for none
     sums: Floats  # (kinds + limits, groups + 1) sums of the members in the rows of `Score.table`
 
     def take(self, index: Ints) -> "Groups":
-        """Return some of the groups, and no group."""
+        """Return some of the groups, and the empty column."""
         columns = np.append(index, -1)
         parts = np.take(self.members, columns, axis=1), np.take(self.sums, columns, axis=1)
         return Groups(self.slot[index], *parts)
@@ -99,7 +99,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """Exchanges to score: a group goes from the source to the destination, another one back."""
+    """Exchanges to score: one group goes from source to destination, another group comes back."""
 
     groups: Groups
     source: Ints
@@ -113,7 +113,7 @@ class Exchanges:
         return Exchanges(self.groups, *parts)
 
     def moves(self) -> Moves:
-        """Return the items that change places."""
+        """Return the items that change bins, and their new bins."""
         members = self.groups.members
         items = np.concatenate((*members[:, self.give], *members[:, self.take]))
         bins = np.concatenate((self.dest, self.dest, self.source, self.source))
@@ -139,7 +139,7 @@ class Score:
         self.budget_of_twos = 4 * self.budget if is_plain else self.budget
 
     def state(self, bin_of: Ints) -> State:
-        """Return what is in the bins under an assignment."""
+        """Return the contents of the bins under an assignment."""
         problem, num = self.problem, self.problem.num_bins
         used, counts = problem.used(bin_of), np.bincount(bin_of, minlength=num)
         return State(bin_of, problem.bin_work(bin_of), used, counts)
@@ -151,14 +151,14 @@ class Score:
         return self.state(bin_of)
 
     def excess(self, bins: Ints, times: Floats, used: Floats) -> Floats:
-        """Sum of what bins pass of their room and the ceiling, relative to them; 0 is legal."""
+        """Sum the relative amounts by which bins exceed their room and the ceiling; 0 is legal."""
         over = excess(used, self.problem.room[:, bins])
         if self.homes is not None:
             over = over + np.maximum(times / self.homes.ceiling - 1.0, 0.0)
         return over
 
     def before(self, state: State, bins: Ints) -> Floats:
-        """Return the score that exchanges of each bin must stay below."""
+        """Return the score of each bin that its exchanges must stay below."""
         times = state.work[bins] / self.problem.speeds[bins]
         if self.is_simple:
             return times / self.target
@@ -203,7 +203,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """(K,) late bins, latest first, and (M, K) early bins, a column for each late one."""
+    """(K,) late bins, latest first, and (M, K) early bins, with a column for each late bin."""
 
     late: Ints
     early: Ints

@@ -1,4 +1,4 @@
-"""`assign`: items with costs into bins with speeds and limits, with a certified gap."""
+"""`assign` items with costs to bins with speeds and limits, with a certified gap."""
 
 from collections.abc import Mapping
 
@@ -39,19 +39,19 @@ def assign(
         costs: Cost per item, in time on a bin of speed 1; finite and >= 0.
         num_bins: Number of bins; may be left out if `speeds` is given.
         speeds: Speed per bin, > 0; a bag of G ranks has speed G. Default: 1.
-        limits: Most that a rank holds. Tokens or bytes of a bin are limited to the limit times the
-            bin's ranks; items of a bin to `limits.items`, as all ranks of a bag share each item.
-        sizes: Tokens or bytes per item, whichever `limits` restricts; for both a mapping with
-            the keys "tokens" and "bytes".
+        limits: Limits of a rank. A bin holds at most the limit of tokens or bytes times its ranks,
+            but at most `limits.items` items, because all ranks of a bag share each item.
+        sizes: Tokens or bytes per item, whichever `limits` restricts; for both, a mapping with the
+            keys "tokens" and "bytes".
         ranks_per_bin: Ranks per bin, for limits. Default: the speeds.
         location: Preferred bin per item; -1 for none.
-        locality_tolerance: By how much the makespan may pass the best one so that fewer sizes (of a
-            mapping the first; without `sizes`: items) are away from home; 0.01 is 1 %.
+        locality_tolerance: Share by which the makespan may exceed the best (0.01 is 1 %), so that
+            less of `sizes` (the first of a mapping; else items) is away from its location.
         initial_loads: Completion time per bin before any item. Default: 0.
         tolerance: Gap at which the search stops. Default: 1e-4; 5e-4 where speeds differ.
 
     Raises:
-        PlanError: The limits cannot be kept; says what misses by how much.
+        PlanError: The limits cannot be kept; it says which limit, and by how much.
 
     Example:
         >>> plan = assign([7, 5, 4, 3, 1], 2)
@@ -81,7 +81,7 @@ def assign(
 def _vector(name: str, values: ArrayLike, size: int) -> Floats:
     vector = amounts(name, values)
     if vector.size != size:
-        raise ConfigError(f"{name} has {vector.size} entries; {size} are needed, one each")
+        raise ConfigError(f"{name} has {vector.size} entries; give {size}")
     return vector
 
 

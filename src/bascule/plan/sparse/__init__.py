@@ -1,9 +1,9 @@
 """Plan block-sparse attention: which rank computes which query blocks of which heads.
 
-A mask says which query blocks see which key blocks. On a mesh of U Ulysses x R ring ranks every
-ring has some of the heads, perhaps a part of the queries of a head. A query block stays on a ring
-rank; keys and values travel around the ring. Source: db-SP, whose method is the baseline "paper".
-Blocks dealt in stripes are nearly even where they are; a few moves even out the rest.
+A mask says which query blocks see which key blocks. On a mesh of U Ulysses x R ring ranks, every
+ring has some heads, maybe only a part of a head's queries. A query block stays on a ring rank; keys
+and values travel around the ring. Source: db-SP, whose method is the baseline "paper". Blocks dealt
+in stripes are nearly even without moves; a few moves remove the remaining imbalance.
 
 Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring. Rank =
 ring rank * U + Ulysses rank.

@@ -30,12 +30,12 @@ from bascule.plan.topology import Degrees
 class PlanReuse:
     """A layer's plan, reused across denoising steps while it is even enough. Immutable.
 
-    A step runs with `plan`; then `after` takes the step's work and returns the next state.
+    A step runs with `plan`; then `after` receives the step's work and returns the next state.
 
     Args:
         planner: Makes plans.
         plan: The plan of the next step.
-        tolerance: Excess over 1 of the imbalance up to which a plan is kept; 0.10 in the paper.
+        tolerance: A plan is kept while its imbalance is at most 1 + tolerance; 0.10 in the paper.
     """
 
     planner: SparsePlanner
@@ -50,7 +50,7 @@ class PlanReuse:
 
     @property
     def ahead(self) -> SparsePlan:
-        """The plan of the next step, with the latest work in its tiles."""
+        """The plan of the next step, whose tiles have the latest work."""
         if self.ran is None or self.ran.ring_of is not self.plan.ring_of:
             return self.plan
         return self.ran
@@ -79,7 +79,7 @@ class CallSize:
     def seconds(
         self, plan: SparsePlan, machine: HardwareProfile, ranks_per_node: int | None = None
     ) -> float:
-        """Predict the seconds of a call, with the attention of the slowest rank; None: one node."""
+        """Predict the seconds of a call, by the slowest rank's attention; None: one node."""
         (flops_per_s,) = machine.numbers_of("attention_flops_per_s")
         degrees, num_ranks = (plan.ring_degree, plan.ulysses_degree), plan.num_ranks
         pairs = plan.imbalance * float(plan.tiles.sum()) / num_ranks
@@ -112,17 +112,17 @@ class StrategyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """Choose the mesh of each layer in each step: the fastest, once a switch pays.
+    """Choose the mesh of each layer in each step: the fastest mesh, once a switch to it pays.
 
-    Gains above `min_gain` are summed while a layer stays on its mesh; once the sum exceeds
-    `switch_s`, the layer switches to the mesh that is fastest then.
+    While a layer stays on its mesh, gains above `min_gain` of faster meshes are summed. Once the
+    sum exceeds `switch_s`, the layer switches to the mesh that is fastest in that step.
 
     Args:
         machine: The profile that predicts calls, the same on every rank.
         meshes: (ring, Ulysses) degrees to choose from, besides the mesh on which layers start.
-            Default: all meshes of so many ranks.
+            Default: all meshes with as many ranks.
         min_gain: Least relative gain that counts.
-        switch_s: Seconds that a switch costs: new plans and index tables, cold caches.
+        switch_s: Seconds that a switch costs, for new plans and index tables, and cold caches.
         ranks_per_node: Ranks in a node. Default: all.
     """
 
@@ -155,7 +155,7 @@ class Strategies:
     def choose(
         self, seconds_of: Mapping[Degrees, float], last: StrategyChoice | None = None
     ) -> StrategyChoice:
-        """Choose by the seconds on each mesh; `last` is the choice of the step before."""
+        """Choose a mesh by its predicted seconds; `last` is the choice of the step before."""
         best = min(seconds_of, key=lambda degrees: seconds_of[degrees])
         if last is None:
             return StrategyChoice(best, seconds_of[best])
@@ -179,7 +179,7 @@ def _mesh(name: str, value: object) -> Degrees:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """The plans of a layer's next step, one a mesh; immutable, the same on every rank."""
+    """A layer's plans for the next step, one per mesh; immutable, the same on every rank."""
 
     reuses: Mapping[Degrees, PlanReuse]
     size: CallSize
@@ -206,7 +206,7 @@ class LayerPlans:
 
     @property
     def degrees(self) -> Degrees:
-        """(R, U) of the next step."""
+        """(R, U), the mesh of the next step."""
         if self.choice is None:
             (only,) = self.reuses
             return only
@@ -232,7 +232,7 @@ class LayerPlans:
 
 
 def columns_of(work: Counts, degrees: Degrees) -> Counts:
-    """Sum counts by rank into counts by ring rank of a mesh; masks stay as they are."""
+    """Sum counts by rank into counts by ring rank of a mesh; return masks unchanged."""
     if work.dtype == np.bool_:
         return work
     return work.reshape(*work.shape[:2], *degrees).sum(axis=3)

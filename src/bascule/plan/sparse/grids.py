@@ -1,7 +1,7 @@
-"""Make block masks from the places of tokens on the grid of a video, in raster order.
+"""Make block masks from the positions of tokens on a video's grid, in raster order.
 
-A block sees another if any of its tokens does. Shapes: N query blocks, M key blocks; p parts of
-blocks that lie in one frame.
+A block sees another block if any of its tokens does. Shapes: N query blocks, M key blocks; p parts
+of blocks that lie in one frame.
 """
 
 import math
@@ -17,10 +17,10 @@ Grid = tuple[int, int, int]
 
 
 def sliding_tiles(q_lens: Ints, kv_lens: Ints, grid: Grid, tile: Grid, window: Grid) -> Bools:
-    """Return (N, M): tokens see the tiles of a window around their tile; it stays in the grid."""
+    """Return (N, M) mask: tokens see the tiles in a window around theirs, kept in the grid."""
     if min(*tile, *window) < 1 or not all(size % 2 for size in window):
         wrong = f"sliding_tiles: tiles {tile} and a window {window}"
-        raise ConfigError(f"{wrong}: give three sizes each, at least 1, odd in the window")
+        raise ConfigError(f"{wrong}: give sizes of at least 1, and odd ones in the window")
     sees = np.ones((1, 1), np.bool_)
     for length, size, width in zip(grid, tile, window, strict=True):
         num, half = -(-length // size), width // 2
@@ -40,9 +40,9 @@ def sliding_tiles(q_lens: Ints, kv_lens: Ints, grid: Grid, tile: Grid, window: G
 def by_frames(
     q_lens: Ints, kv_lens: Ints, grid: Grid, sees: Callable[[Ints, Ints], Bools]
 ) -> Bools:
-    """Return (N, M): tokens see the first frame, and where `sees(frames apart, places apart)`.
+    """Return (N, M) mask: tokens see frame 0, and tokens for which `sees(frame and place gaps)`.
 
-    `sees` must not allow more at a larger distance of places.
+    If `sees` is False for a gap of places, it must be False for all larger gaps.
     """
     size = grid[1] * grid[2]
     q_starts, q_bounds = _parts(q_lens, size)

@@ -1,4 +1,4 @@
-"""Blocks of a sequence: their tokens, their ranks, the work in their masks, how uneven it is.
+"""Blocks of a sequence: their tokens, their ranks, the work in their masks, its imbalance.
 
 A causal mask of six blocks on a ring of three ranks. A number is the ring rank that computes:
 
@@ -11,8 +11,8 @@ A causal mask of six blocks on a ring of three ranks. A number is the ring rank 
     q5  2 2 2 2 2 2          q5  0 0 0 0 0 0
     work of ranks 3, 7, 11   work of ranks 7, 6, 8
 
-A query block and a key block that a head computes are q_len x kv_len of work, in tokens; without
-lengths 1, as in db-SP. All sums are of integers below 2^53 in float64, the same on every machine.
+A query block and a key block that a head computes count as q_len x kv_len of work; without lengths,
+as 1, like in db-SP. Sums are of integers below 2^53 in float64, so every machine gets the same.
 
 Legend: see `sparse`; C columns (key blocks, or ring ranks).
 """
@@ -45,12 +45,12 @@ def block_counts(
     kv_of: npt.ArrayLike | None = None,
     ring_degree: int = 1,
 ) -> Ints:
-    """Count the keys (H, Q, R) that each query block of a head sees, by the ring rank of the keys.
+    """Count the keys (H, Q, R) that each query block of a head sees, by the keys' ring rank.
 
-    Ranks exchange these counts instead of masks; each counts for its query blocks.
+    Each rank counts for its own query blocks, and ranks exchange the counts instead of masks.
 
     Args:
-        masks: (H, Q, K) bool, True is computed. Fastest in C order.
+        masks: (H, Q, K) bool, True where computed. Fastest in C order.
         kv_lens: (K,) tokens of each key block. Default: 1, which counts blocks.
         kv_of: (K,) ring rank of each key block. Default: 0.
         ring_degree: R.
@@ -82,7 +82,7 @@ def _words(masks: Bools) -> npt.NDArray[np.uint64]:
 
 
 def ring_work(work: Counts, ring_of: Ints, ulysses_degree: int) -> Floats:
-    """Return (U, Q, C): `work` summed over the heads of each ring; `ring_of` is (H, Q)."""
+    """Return (U, Q, C) sums of `work` over the heads of each ring; `ring_of` is (H, Q)."""
     masks = work.dtype == np.bool_
     values = np.ascontiguousarray(work).view(np.uint8) if masks else work
     # Bytes are summed eight times as fast as words, as long as no sum passes 255.
@@ -99,17 +99,17 @@ def ring_work(work: Counts, ring_of: Ints, ulysses_degree: int) -> Floats:
 
 
 def tile_work(matrix: Floats, q_of: Ints, kv_of: Ints, ring_degree: int) -> Floats:
-    """Return (R, R) from (Q, C): work of each ring rank's queries on each rank's keys."""
+    """Sum (Q, C) work to (R, R): the work of each ring rank's queries on each rank's keys."""
     places = np.eye(ring_degree)
     return places[q_of].T @ (matrix @ places[kv_of])
 
 
 def check_masks(masks: npt.ArrayLike) -> Bools:
-    """Return the masks as an array, if they are bool with three dims."""
+    """Return the masks as an array; refuse any but bool masks with three dims."""
     table = array("masks", masks)
     if table.dtype != np.bool_ or table.ndim != 3:
         wrong = f"masks of shape {table.shape} and dtype {table.dtype}"
-        raise ConfigError(f"{wrong}: give bool (heads, q_blocks, kv_blocks), True is computed")
+        raise ConfigError(f"{wrong}: give bool (heads, q_blocks, kv_blocks), True where computed")
     return table
 
 
@@ -123,7 +123,7 @@ def check_work(work: npt.ArrayLike, q_blocks: int, kv_blocks: int, ring_degree: 
         needed = f"give bool masks {masks}, or counts {counts} of block_counts"
         raise ConfigError(f"work of shape {table.shape} and dtype {table.dtype}: {needed}")
     if not is_mask and int(table.min(initial=0)) < 0:
-        raise ConfigError(f"work of {table.min()}: counts must be at least 0")
+        raise ConfigError(f"work has a count of {table.min()}: counts must be at least 0")
     return table if is_mask else table.astype(np.int64)
 
 
@@ -135,14 +135,14 @@ def rounds_of(tiles: Floats) -> Floats:
 
 
 def barrier_ends(tiles: Floats) -> Floats:
-    """Return (...) the end of each ring if its ranks wait for each other every round (db-SP)."""
+    """Return (...) end times of rings whose ranks wait for each other every round (db-SP)."""
     return rounds_of(tiles).max(-2, initial=0.0).sum(-1)
 
 
 def coupled_ends(tiles: Floats) -> Floats:
-    """Return (...) the end of each ring if its ranks wait for their neighbours' transfers alone.
+    """Return (...) end times of rings whose ranks wait only for their neighbours' transfers.
 
-    A transfer is posted when its round starts, at both ends, and takes no time:
+    Both ends post a transfer when its round starts, and it takes no time:
     S_i(t+1) = max(S_i(t) + w_i(t), S_{i-1}(t), S_{i+1}(t)).
     """
     work = rounds_of(tiles)
@@ -154,17 +154,17 @@ def coupled_ends(tiles: Floats) -> Floats:
 
 
 def over_mean(ends: Floats, tiles: Floats) -> float:
-    """Return the last end over the mean work of a rank in (.., R, R) tiles; at least 1."""
+    """Return the latest end time over a rank's mean work in (.., R, R) tiles; at least 1."""
     mean = float(tiles.sum()) / (tiles.size // tiles.shape[-1])
     return max(float(ends.max()) / mean, 1.0) if mean > 0.0 else 1.0
 
 
 def turns(blocks: Number, ring_degree: int) -> Number:
-    """Return the ring rank of blocks, by their numbers below 2^32: a turn deals one to each rank.
+    """Return the ring ranks of blocks (numbers below 2^32), which turns deal one to each rank.
 
-    Turn t begins at rank floor(R frac(t sqrt 2)). If all began at rank 0, a rank would get the same
-    rows of all frames wherever a frame has a multiple of R blocks. Steps by sqrt 2 repeat with no
-    frame (`test_turns_are_even_whatever_the_frame`).
+    Turn t begins at rank floor(R frac(t sqrt 2)). If all turns began at rank 0, and frames had a
+    multiple of R blocks, a rank would get the same rows of every frame. Steps of sqrt 2 have no
+    such period (`test_turns_are_even_whatever_the_frame`).
     """
     first = blocks // ring_degree * ring_degree * _SQRT_2 >> 31
     return (blocks + first) % ring_degree
@@ -180,14 +180,14 @@ MAX_MESH_RANKS = 2**15  # most ranks of a mesh: their numbers are sorted as 16 b
 class BlockLayout:
     """The blocks of a sequence, and the rank that has the tokens of each, for all heads.
 
-    Tokens are in the order of the sequence. Where each head has its own order of tokens, as in
-    PAROAttention, blocks are cut from that order: their tokens come from many ranks, and `home` is
-    the rank that computes a block by default.
+    Tokens are in the order of the sequence. If each head has its own order of tokens, as in
+    PAROAttention, blocks follow that order. Then a block's tokens come from many ranks, and `home`
+    is the rank that computes it by default.
 
     Attributes:
         lens: (n,) tokens of each block.
         home: (n,) rank of each block: ring rank * U + Ulysses rank.
-        order: (heads, tokens) token of the sequence at each place of each head. None: in order.
+        order: (heads, tokens) index of the token at each place of each head. None: in order.
     """
 
     lens: Ints
@@ -215,13 +215,13 @@ class BlockLayout:
 
     @classmethod
     def contiguous(cls, lens: npt.ArrayLike, ring_degree: int, ulysses_degree: int) -> Self:
-        """Put a run of blocks on each rank; runs differ by one block at most."""
+        """Put a run of blocks on each rank; the lengths of runs differ by at most one block."""
         check_degrees(ring_degree, ulysses_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)
         return cls(lens, np.arange(lens.size) * (ulysses_degree * ring_degree) // max(lens.size, 1))
 
     def offsets(self, num_ranks: int) -> tuple[Ints, Ints]:
-        """Return (n,) first row of each block on its rank, and (num_ranks,) tokens of each rank."""
+        """Return (n,) first rows of blocks on their ranks, and (num_ranks,) tokens of the ranks."""
         order = np.argsort(self.home, kind="stable")
         tokens = np.bincount(self.home, self.lens, num_ranks).astype(np.int64)
         ends = np.cumsum(self.lens[order]) - self.lens[order]
@@ -241,7 +241,7 @@ class BlockLayout:
 
 
 def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
-    """Return (n,) tokens of each block of a sequence; no block straddles two segments."""
+    """Return (n,) tokens of the blocks of a sequence; no block has tokens of two segments."""
     tokens = ints("segments", segments, None, MAX_LENGTH)
     counts = -(-tokens // whole("block", block, 1))
     lens = np.full(counts.sum(), block, np.int64)
@@ -251,7 +251,7 @@ def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
 
 
 def check_degrees(ring_degree: int, ulysses_degree: int) -> None:
-    """Refuse a mesh without ranks, or with more than can be planned for."""
+    """Refuse a mesh with too few or too many ranks."""
     ring = whole("ring_degree", ring_degree, 1, MAX_RING)
     ranks = whole("ulysses_degree", ulysses_degree, 1) * ring
     whole("ulysses_degree * ring_degree", ranks, 1, MAX_MESH_RANKS)

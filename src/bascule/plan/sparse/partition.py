@@ -1,8 +1,8 @@
 """Assign heads to rings, and blocks to the ranks of a ring.
 
-Heads stay whole where that is even, and are cut along their queries where it is not. Blocks dealt
-in turns (stripes) are nearly even; else they move one at a time, from the rank that its ring waits
-for longest to the rank where that shortens the ring most.
+Heads stay whole if that is even enough; otherwise they are split along their queries. Blocks dealt
+in turns (stripes) are nearly even. Else blocks move one at a time, from the rank that delays its
+ring most to the rank where the move shortens the ring most.
 
 Legend: Q query blocks, K key blocks, R ranks of the ring; n blocks of one side, m of the other.
 """
@@ -43,7 +43,7 @@ class BlockPlan:
 
     @property
     def imbalance(self) -> float:
-        """Rho of db-SP, equation 3: ranks wait for each other in every round."""
+        """The imbalance rho of db-SP, equation 3: ranks wait for each other in every round."""
         return over_mean(barrier_ends(self.tiles), self.tiles)
 
 
@@ -63,12 +63,12 @@ def partition_blocks(
         block_matrix: (Q, K) work of each query block on each key block, of all heads of the ring.
             Integers, so that all ranks get the same plan.
         ring_degree: R.
-        method: "stripe": blocks in `turns`, wherever they are. "minimal_move": moves from home, one
-            after another, while each shortens the ring and the imbalance is above `target`.
+        method: "stripe" deals blocks in `turns`, wherever they are. "minimal_move" moves blocks
+            from home one by one, while a move shortens the ring and the imbalance exceeds `target`.
         q_home: (Q,) ring rank where each query block is. Default: `turns`.
         kv_home: (K,) ring rank where each key block is. Default: `turns`.
         target: Imbalance at which "minimal_move" ends.
-        keys_stay: Lets "minimal_move" move query blocks only.
+        keys_stay: True: "minimal_move" moves only query blocks.
     """
     matrix = amounts("block_matrix", block_matrix, (2,))
     ring_degree, target = whole("ring_degree", ring_degree, 1), number("target", target)
@@ -160,9 +160,9 @@ def _move(side: _Side, other: _Side, block: int, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPlan(Assignment):
-    """An `Assignment` of heads to ranks, in which heads may be cut along their queries.
+    """An `Assignment` of heads to ranks, in which heads may be split along their queries.
 
-    `bin_of` is the rank that a cut head was cut from; `lower_bound` then holds for cut heads.
+    `bin_of` is the rank that a split head came from; `lower_bound` then allows for split heads.
     """
 
     rank_of: Ints  # (heads, q_blocks) rank of each block of a head; (heads, 1) of whole heads
@@ -173,14 +173,14 @@ def partition_heads(
 ) -> HeadPlan:
     """Assign attention heads to ranks so that all ranks have the same work.
 
-    Ranks may get unequal numbers of heads, or none. A head is cut only where whole heads leave the
-    last rank more than `cut_above` over the mean: other ranks then take its last queries, and get
-    its keys and values. At most num_ranks - 1 cuts even out all but a block.
+    Ranks may get unequal numbers of heads, or none. Heads are split only if whole heads leave the
+    slowest rank more than `cut_above` over the mean. Other ranks then receive a head's last queries
+    and its keys and values. At most num_ranks - 1 splits remove all imbalance but about a block.
 
     Args:
-        block_counts: (heads,) work of each head, never cut; or (heads, q_blocks) work by block.
-        num_ranks: Ranks.
-        cut_above: Imbalance of whole heads, less 1, above which heads are cut. Inf: never.
+        block_counts: (heads,) work of each head, never split; or (heads, q_blocks) work by block.
+        num_ranks: Number of ranks.
+        cut_above: Heads are split if the imbalance of whole heads exceeds 1 + this. Inf: never.
     """
     counts = amounts("block_counts", block_counts, (1, 2))
     cut_above = number("cut_above", cut_above, 0.0, np.inf)

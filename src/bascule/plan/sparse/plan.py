@@ -15,14 +15,14 @@ from bascule.traffic import Traffic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """The (head, block) pairs of a rank, in order, alike for every batch item."""
+    """The (head, block) pairs of a rank, in order, the same for every batch item."""
 
     heads: Ints  # (pairs,) query head or key-value head
     blocks: Ints  # (pairs,) block of the sequence
     lens: Ints  # (pairs,) tokens of the block
 
     def tokens(self, layout: BlockLayout) -> Ints:
-        """Return the token of the sequence at each row."""
+        """Return the index of the token at each row."""
         places = ranges(cumulative(layout.lens)[self.blocks], self.lens)
         if layout.order is None:
             return places
@@ -31,7 +31,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Travel:
-    """The ranks to which the blocks of a tensor's heads travel. A head may go to several."""
+    """The ranks to which the blocks of a tensor's heads are sent. A head may go to several."""
 
     layout: BlockLayout  # the blocks at home
     num_heads: int  # heads of the tensor
@@ -39,7 +39,7 @@ class Travel:
     rank_of: Ints  # (X, n) rank to which each block of the head goes
 
     def runs(self) -> tuple[Ints, Ints, Ranks, Ranks]:
-        """Return (S,) lengths of runs of tokens; (X, S) the run, its sender, its receiver."""
+        """Return (S,) lengths of runs of tokens; (X, S) run, sender and receiver of each."""
         layout, dest = self.layout, self.rank_of.astype(np.int16)
         home, lens = layout.home.astype(np.int16), layout.lens
         if layout.order is None:
@@ -51,14 +51,14 @@ class Travel:
         return lens, runs, home[runs], dest
 
     def rows_between(self, num_ranks: int) -> Ints:
-        """Return (num_ranks, num_ranks) rows that go from each rank to each."""
+        """Return (num_ranks, num_ranks) numbers of rows that each rank sends to each rank."""
         lens, runs, source, dest = self.runs()
         pairs = (source.astype(np.int64) * num_ranks + dest).ravel()
         return sums_by(pairs, lens[runs].ravel(), num_ranks**2).reshape(num_ranks, num_ranks)
 
 
 def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -> Route:
-    """Return a rank's part in one exchange of several tensors, each with a number of copies."""
+    """Return a rank's part in one exchange of several tensors; each has a number of copies."""
     parts = list[tuple[Ints, Ints, Ranks, Ranks]]()
     base = np.zeros(num_ranks, np.int64)  # first row of a tensor on each rank
     for travel, copies in travels:
@@ -103,7 +103,7 @@ class SparsePlan:
 
     @property
     def num_ranks(self) -> int:
-        """U R, the ranks of the mesh."""
+        """U R, the number of ranks of the mesh."""
         return self.ulysses_degree * self.ring_degree
 
     @cached_property
@@ -114,7 +114,7 @@ class SparsePlan:
 
     @cached_property
     def kv_rank_of(self) -> Ints:
-        """(U, num_kv_heads, K) rank that gets a key block for each ring; -1: not needed."""
+        """(U, num_kv_heads, K) rank of each ring that receives a key block; -1: not needed."""
         group = self.ring_of.shape[0] // self.num_kv_heads
         heads = self.ring_of.reshape(self.num_kv_heads, group * self.ring_of.shape[1])
         rings = np.arange(self.ulysses_degree)
@@ -129,23 +129,23 @@ class SparsePlan:
 
     @property
     def imbalance(self) -> float:
-        """Rho of db-SP: ranks of a ring wait in every round, rings at the end only."""
+        """Rho of db-SP: ranks of a ring wait in every round, and rings wait only at the end."""
         return over_mean(barrier_ends(self.tiles), self.tiles)
 
     @property
     def critical_path_imbalance(self) -> float:
-        """Slowest rank over the mean if ranks of a ring wait for their neighbours alone."""
+        """Slowest rank over the mean if ranks of a ring wait only for their neighbours."""
         return over_mean(coupled_ends(self.tiles), self.tiles)
 
     @cached_property
     def rows_between(self) -> tuple[Ints, Ints]:
-        """(num_ranks, num_ranks) rows that go from rank to rank, of q and of k; v goes as k."""
+        """(num_ranks, num_ranks) rows from rank to rank, of q and of k; v has as many as k."""
         q, kv = (t.rows_between(self.num_ranks) for t in (self._q_travel, self._kv_travel))
         return frozen(q), frozen(kv)
 
     @cached_property
     def is_local(self) -> bool:
-        """True if every rank computes on the rows that it has, and no others."""
+        """True if every rank computes on its own rows, so that no row is sent."""
         return all(int(rows.sum()) == int(rows.trace()) for rows in self.rows_between)
 
     @property
@@ -157,11 +157,11 @@ class SparsePlan:
         return float(q), float(kv)
 
     def wire_bytes(self, head_dim: int, itemsize: int = 2, batch: int = 1) -> int:
-        """Return the bytes that all ranks send: q, k and v to where they are used, output back."""
+        """Return the bytes that all ranks send: q, k, v to the ranks that use them, output back."""
         return int(self.routed_rows.sum()) * batch * head_dim * itemsize
 
     def rows_sent(self, ranks_per_node: int) -> tuple[int, int]:
-        """Count rows of q, k, v and outputs that ranks send in their node, and to other nodes."""
+        """Count rows of q, k, v and outputs sent within nodes, and sent to other nodes."""
         q, kv = self.rows_between
         rows = q + q.T + 2 * kv
         node = np.arange(self.num_ranks) // ranks_per_node
@@ -171,7 +171,7 @@ class SparsePlan:
 
     @property
     def most_kv_tokens(self) -> int:
-        """Most rows of keys, over all heads, that start their way around the ring on one rank."""
+        """Largest number of key rows of a rank, over all heads, before the ring's first round."""
         used = self.kv_rank_of >= 0
         lens = np.broadcast_to(self.kv.lens, used.shape)[used]
         return int(np.bincount(self.kv_rank_of[used], lens, self.num_ranks).max(initial=0.0))
@@ -193,27 +193,27 @@ class SparsePlan:
         return PackedRows(heads, blocks, self.q.lens[blocks])
 
     def kv_rows(self, rank: int) -> PackedRows:
-        """Return the keys and values that start their way around the ring on a rank."""
+        """Return the keys and values that a rank has before the ring's first round."""
         heads, blocks = np.nonzero(self.kv_rank_of[rank % self.ulysses_degree] == rank)
         return PackedRows(heads, blocks, self.kv.lens[blocks])
 
     def owners(self, rank: int) -> list[int]:
-        """Return (R,) rank whose keys and values `rank` attends to in each round, itself first."""
+        """Return (R,) ranks whose keys and values `rank` sees, round by round, itself first."""
         ring_rank, ring = divmod(rank, self.ulysses_degree)
         ring_ranks = [(ring_rank - turn) % self.ring_degree for turn in range(self.ring_degree)]
         return [owner * self.ulysses_degree + ring for owner in ring_ranks]
 
     def route(self, rank: int, *, batch: int = 1) -> Route:
-        """Return one rank's part in the exchange of q, k and v from home to where they are used.
+        """Return one rank's part in the exchange of q, k and v from home to ranks that use them.
 
-        Rows are of q (batch, H, tokens, D), then of k and v (batch, num_kv_heads, tokens, D); they
+        Send rows of q (batch, H, tokens, D), then of k and v (batch, num_kv_heads, tokens, D). They
         arrive by tensor, batch item, head and block. Keys may go to several rings.
         """
         travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
         return route_of(travels, rank, self.num_ranks)
 
     def output_route(self, rank: int, *, batch: int = 1) -> Route:
-        """Return one rank's part in the exchange of the output, rows as of q, back home."""
+        """Return one rank's part in sending the output, with the rows of q, back home."""
         return route_of([(self._q_travel, batch)], rank, self.num_ranks).inverse()
 
     @property

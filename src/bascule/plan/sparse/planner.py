@@ -1,6 +1,6 @@
-"""Make plans for block-sparse attention, and weigh a plan under other masks. Legend: see `sparse`.
+"""Plan block-sparse attention, and evaluate a plan under other masks. Legend: see `sparse`.
 
-Baselines: the method of db-SP (section 4.2), and no plan at all. The paper has no rule for ties;
+Baselines: the method of db-SP (section 4.2), and no plan at all. The paper has no rule for ties, so
 here the first item and the first rank win.
 """
 
@@ -48,10 +48,10 @@ def greedy(
     reward: float = 0.0,
     capacity: float = math.inf,
 ) -> Ints:
-    """Return (n,) rank of each item, heaviest first, on the least loaded. O(n (log n + ranks)).
+    """Return (n,) ranks: heaviest item first, on the least loaded rank. O(n (log n + ranks)).
 
     The home rank of an item counts as less loaded, by `reward` times the item's weight. The paper's
-    text has no capacity of a rank; its public code needs equal numbers of items.
+    text gives ranks no capacity; its public code needs equal numbers of items.
     """
     loads, room = [0.0] * num_ranks, [capacity] * num_ranks
     values: list[float] = weights.tolist()
@@ -81,9 +81,9 @@ def paper_blocks(
 ) -> BlockPlan:
     """Place query blocks by the sums of rows, key blocks by the sums of columns.
 
-    Source: db-SP, section 4.2.2. Without `homes` each rank begins with consecutive blocks, as the
-    paper assumes. `capacity` is the most query blocks and key blocks of a rank; default: 1/R of
-    them, rounded up, as in the public code.
+    Source: db-SP, section 4.2.2. Without `homes`, each rank begins with consecutive blocks, as the
+    paper assumes. `capacity` is the most query blocks, and the most key blocks, of a rank. Default:
+    1/R of all, rounded up, as in the public code.
     """
     matrix = np.asarray(block_matrix, np.float64)
     q_home, kv_home = homes or (
@@ -105,7 +105,7 @@ def in_order(
     ulysses_degree: int,
     num_kv_heads: int | None = None,
 ) -> SparsePlan:
-    """Return the plan with heads in order and blocks where they are; its tiles are 0."""
+    """Return the plan with heads in order that moves no block; its tiles are 0."""
     rings = np.arange(num_heads) * ulysses_degree // max(num_heads, 1)
     ring_of = np.tile(rings, (q.lens.size, 1)).T
     q_of, kv_of = (np.tile(x.home // ulysses_degree, (ulysses_degree, 1)) for x in (q, kv))
@@ -121,7 +121,7 @@ PLANNERS = (*METHODS, "paper", "in_order")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """The work (H, Q, C) of query blocks, by column: key blocks, or the keys of each ring rank."""
+    """The work (H, Q, C) of query blocks; columns are key blocks, or the keys of ring ranks."""
 
     work: Counts
     lens: Ints  # (C,) tokens of a count of 1
@@ -141,7 +141,7 @@ class Columns:
         ring_degree: int,
         ulysses_degree: int,
     ) -> Self:
-        """Check masks, or counts by home ring rank, and make their columns."""
+        """Check masks, or counts by home ring rank, and make columns from them."""
         work = check_work(work, q.lens.size, kv.lens.size, ring_degree)
         where = q, kv, ring_degree, ulysses_degree
         if work.dtype == np.bool_:
@@ -163,21 +163,21 @@ class Columns:
         return self.work.sum(axis=2) * self.q.lens
 
     def matrices(self, ring_of: Ints) -> Floats:
-        """Return (U, Q, C) work of each ring, from the ring (H, Q) of each block of each head."""
+        """Return (U, Q, C) work of rings; `ring_of` is the (H, Q) ring of each block of a head."""
         sums = ring_work(self.work, ring_of, self.ulysses_degree)
         sums *= np.multiply.outer(self.q.lens, self.lens)
         return sums
 
 
 def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
-    """Return the plan with other work, masks or counts, in its tiles."""
+    """Return the same plan with tiles of other work, given as masks or counts."""
     columns = Columns.of(work, plan.q, plan.kv, plan.ring_degree, plan.ulysses_degree)
     if len(columns.work) != len(plan.ring_of):
-        raise ConfigError(f"work of {len(columns.work)} heads for a plan of {len(plan.ring_of)}")
+        raise ConfigError(f"work has {len(columns.work)} heads, the plan {len(plan.ring_of)}")
     column_of = plan.kv_of
     if not columns.are_blocks:
         if (plan.kv_of != plan.kv.home // plan.ulysses_degree).any():
-            raise ConfigError("this plan moves keys, and counts are by their homes: give the masks")
+            raise ConfigError("this plan moves keys, but counts are by key home: give the masks")
         column_of = np.tile(columns.home, (plan.ulysses_degree, 1))
     rings = zip(columns.matrices(plan.ring_of), plan.q_of, column_of, strict=True)
     return replace(plan, tiles=np.stack([tile_work(*ring, plan.ring_degree) for ring in rings]))
@@ -188,15 +188,15 @@ def sparse_imbalance(
 ) -> float:
     """Return rho of db-SP: the slowest rank's work over the mean, summed over rounds.
 
-    Ranks of a ring wait for each other after each of its R rounds, rings only at the end: equation
-    2 with R = 1, equation 3 with U = 1, and else the reading of the paper's public code.
+    Ranks of a ring wait for each other after each of R rounds, and rings wait only at the end. This
+    is equation 2 for R = 1, equation 3 for U = 1, and otherwise as in the paper's public code.
 
     Args:
         masks: (H, Q, K) bool.
         ring_degree: R; 1 is Ulysses.
         ulysses_degree: U; 1 is ring attention.
-        plan: Makes work count in pairs of tokens. Default: heads in order, and runs of blocks on
-            each ring rank, as even as their numbers allow; blocks count 1.
+        plan: The plan to evaluate; work then counts pairs of tokens. Default: heads in order, and
+            equal runs of blocks on each ring rank; each block then counts 1.
     """
     masks, degrees = check_masks(masks), (ring_degree, ulysses_degree)
     check_degrees(*degrees)
@@ -217,14 +217,14 @@ class SparsePlanner:
     Args:
         ring_degree: R.
         ulysses_degree: U.
-        method: "stripe" or "minimal_move", as for `partition_blocks`; or a baseline: "paper" of
-            db-SP, or "in_order": heads in order, blocks where they are.
-        target: Imbalance over the mean work of all ranks at which "minimal_move" ends. Without
-            Ulysses ranks it moves nothing if the critical path is as short as that.
+        method: "stripe" or "minimal_move", as for `partition_blocks`; or a baseline: "paper" (of
+            db-SP), or "in_order" (heads in order, no block moves).
+        target: Slowest rank over the mean of all ranks at which "minimal_move" ends. Without
+            Ulysses ranks, it moves nothing if the critical path is already that short.
         cut_above: See `partition_heads`.
-        row_work: Pairs of tokens that a rank computes while it receives a row. No head is cut for
-            less work than the keys and values that a cut sends to another rank.
-        reward: See `REWARD`; of "paper".
+        row_work: Pairs of tokens that a rank computes while it receives a row. A head is split only
+            if that moves more work than sending its keys and values costs.
+        reward: See `REWARD`; only for "paper".
     """
 
     ring_degree: int = 1
@@ -255,7 +255,7 @@ class SparsePlanner:
                 of `kv`. With counts, keys stay at home.
             q: The query blocks at home.
             kv: The key blocks at home. Default: `q`.
-            num_kv_heads: Key-value heads. Default: H.
+            num_kv_heads: Number of key-value heads. Default: H.
         """
         kv, degrees = q if kv is None else kv, (self.ring_degree, self.ulysses_degree)
         for name, layout in (("q", q), ("kv", kv)):
@@ -286,16 +286,16 @@ class SparsePlanner:
         num_heads, num_ranks = len(columns.work), self.ulysses_degree * self.ring_degree
         if num_heads % num_kv_heads:
             heads = f"{num_heads} heads and {num_kv_heads} key-value heads"
-            raise ConfigError(f"{heads}: the former must be a multiple of the latter")
+            raise ConfigError(f"{heads}: give a multiple of the key-value heads")
         sides = ("q", columns.q, num_heads), ("kv", columns.kv, num_kv_heads)
         for name, layout, heads in sides:
             if (most := int(layout.home.max(initial=0))) >= num_ranks:
                 raise ConfigError(f"{name}.home names rank {most}: there are {num_ranks} ranks")
             if layout.order is not None and len(layout.order) != heads:
                 wrong = f"{name}.order of {len(layout.order)} heads for {heads} heads of {name}"
-                raise ConfigError(f"{wrong}: give each its order")
+                raise ConfigError(f"{wrong}: give one order per head")
         if self.method == "paper" and self.ring_degree > 1 and not columns.are_blocks:
-            wrong = 'method "paper" moves keys, and counts are by their homes'
+            wrong = 'method "paper" moves keys, but counts are by key home'
             raise ConfigError(f'{wrong}: give the masks, or use "minimal_move"')
 
     def _rings(self, columns: Columns) -> Ints:

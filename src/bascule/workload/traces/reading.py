@@ -1,6 +1,6 @@
-"""Read the JSON that torch.profiler writes, one file a rank, as steps, compute and collectives.
+"""Read steps, compute and collectives from the JSON of torch.profiler, one file per rank.
 
-With a device, its kernels are compute and collectives. Without one, operators are compute, and
+With a GPU, its kernels are compute or collectives. Without a GPU, operators are compute, and
 events of gloo's threads are collectives.
 """
 
@@ -67,10 +67,10 @@ class RankTrace:
 def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...]]:
     """Read a run's folder of ``*.json``, ``*.json.gz`` or ``*.json.zst`` files, or one such file.
 
-    Files may be in folders within it. A rank may have several files of different steps, if these
-    are ProfilerStep ranges. Its number is that of `distributedInfo`, else behind "rank" in the name
-    of the file, or of its folder; a file alone needs none. Returns the ranks in order, and
-    sentences on omissions.
+    Files may be in subfolders. A rank may have several files of different steps, if ProfilerStep
+    ranges mark these. The rank's number is in `distributedInfo`, or else follows "rank" in the name
+    of the file or of its folder; a single file needs no number. Returns the ranks in order, and
+    sentences that say what could not be used.
     """
     by_rank, notes, path = dict[int, list[RankTrace]](), list[str](), Path(path)
     for files in _files(path):
@@ -149,7 +149,7 @@ def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
             f"needs a rank from 0 to {MAX_RANKS - 1}, or its file's name a number, as rank3.json"
         )
     if size is not None and (not is_int(size) or not rank < size <= MAX_RANKS):
-        raise ConfigError(f"rank {rank} of a world_size of {shown(size)}: damaged")
+        raise ConfigError(f"damaged: rank {rank} of world_size {shown(size)}; profile again")
     events, threads, num_left_out = _sorted(data["traceEvents"])
     numbered_by, numbers, host = _steps(events)
     on_device, windows = bool(events["kernel"] or events["device call"]), host
@@ -250,7 +250,7 @@ def _steps(events: dict[str, list[Event]]) -> tuple[NumberedBy, Ints, Spans]:
     if steps := sorted(events["step"], key=lambda event: event[0]):
         numbers = np.array([event[0] for event in steps], np.int64)
         if (twice := numbers[1:][np.diff(numbers) == 0]).size:
-            raise ConfigError(f"step {twice[0]} is in it twice: it is of several runs")
+            raise ConfigError(f"has step {twice[0]} twice: profile one run per file")
         return "ProfilerStep", numbers, _extend_to_next(numbers, _spans(steps))
     numbered_by: NumberedBy = "bascule's train_step"
     spans = _spans(sorted(events["train step"], key=lambda event: event[1]))
@@ -283,7 +283,7 @@ def _extend_to_next(numbers: Ints, windows: Spans) -> Spans:
     """Let each step last until the next step begins, if that was recorded too."""
     starts, ends = windows.T
     if (np.diff(starts) < 0).any():
-        raise ConfigError("its steps do not follow each other in the order of their numbers")
+        raise ConfigError("its steps are not in order of their numbers: profile one run per file")
     follows = np.append(np.diff(numbers) == 1, False)
     return spans_of(starts, np.where(follows, np.roll(starts, -1), ends))
 
@@ -297,7 +297,7 @@ def _join(cycles: Sequence[RankTrace]) -> RankTrace:
         for name in ("numbers", "host", "windows", "compute", "calls")
     )
     if len(kinds) > 1 or (np.diff(numbers) <= 0).any() or (np.diff(host[:, 0]) < 0).any():
-        wrong = f"the files of rank {first.rank} have the same steps, or show steps in unlike ways"
+        wrong = f"files of rank {first.rank} have the same steps, or mark steps in different ways"
         raise ConfigError(f"{wrong}: keep the files of one run in the folder")
     return replace(
         first,
@@ -317,7 +317,7 @@ def _missing(traces: Sequence[RankTrace]) -> Iterator[str]:
     sizes = {trace.world_size for trace in traces if trace.world_size is not None}
     if len(sizes) > 1:
         worlds = ", ".join(map(str, sorted(sizes)))
-        raise ConfigError(f"the traces are of worlds of {worlds} ranks: keep the files of one run")
+        raise ConfigError(f"the traces have world sizes {worlds}: keep the files of one run")
     ranks = {trace.rank for trace in traces}
     if missing := sorted(set(range(max(sizes, default=max(ranks) + 1))) - ranks):
         named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")

@@ -1,4 +1,4 @@
-"""Operations on sets of times. A set is (n, 2) starts and ends, sorted, without overlap."""
+"""Operations on sets of time spans. A set is (n, 2) starts and ends, sorted, without overlap."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ def spans_of(starts: npt.ArrayLike, ends: npt.ArrayLike) -> Spans:
 
 
 def union(spans: Spans) -> Spans:
-    """Make a set of spans in any order, which may overlap. O(n log n)."""
+    """Make a set from spans in any order, which may overlap. O(n log n)."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     if not len(spans):
         return spans
@@ -25,7 +25,7 @@ def union(spans: Spans) -> Spans:
 
 
 def minus(spans: Spans, others: Spans) -> Spans:
-    """Subtract a set from another. O(n log n)."""
+    """Return the times of a set that are not in the others. O(n log n)."""
     edges = np.unique(np.concatenate([spans.ravel(), others.ravel()]))
     middles = (edges[:-1] + edges[1:]) / 2
     left = _holds(spans, middles) & ~_holds(others, middles)
@@ -33,7 +33,7 @@ def minus(spans: Spans, others: Spans) -> Spans:
 
 
 def within(spans: Spans, start: float, end: float) -> Spans:
-    """Cut a set to the time from start to end. O(log n) and the spans that remain."""
+    """Clip a set to the time from start to end. O(log n + spans that remain)."""
     first, last = np.searchsorted(spans[:, 1], start, "right"), np.searchsorted(spans[:, 0], end)
     return np.clip(spans[first:last], start, end)
 

@@ -1,8 +1,8 @@
-"""Divide each step of each rank into compute, communication, waiting and the rest.
+"""Divide each step of each rank into compute, communication, waiting and other time.
 
-**Compute** is time in kernels that are no collectives (on a host: in operators). Collectives count
-where no compute hides them: **waiting** until the last rank begins, then **communication**. The
-**rest** is launches, Python, data. A rank's *own* time is that of its step without the waiting.
+**Compute** is time in kernels that are not collectives (without a GPU, in operators). Collectives
+count while no compute hides them: **waiting** until the last rank begins, then **communication**.
+The **rest** is launches, Python and data. A rank's *own* time is its step without the waiting.
 
 A collective ends on all ranks at once, so clocks are aligned by the median difference of ends. The
 k-th calls with the same name and group in a step are one collective. Shapes: S steps, R ranks.
@@ -46,7 +46,7 @@ class RankSpans:
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
-    """The parts of all steps that all ranks have."""
+    """The time of each step that all ranks have, divided into parts."""
 
     ranks: Ints  # (R,) numbers of ranks
     steps: Ints  # (S,) numbers of steps
@@ -63,7 +63,7 @@ class StepParts:
 
     @property
     def rest(self) -> Floats:
-        """(S, R) seconds of a step that are in no other part."""
+        """(S, R) seconds of a step that belong to no other part."""
         left = self.seconds - self.compute - self.communication - self.waiting
         return np.where(left > _ROUNDING * self.seconds, left, 0.0)
 
@@ -80,19 +80,19 @@ class StepParts:
 
     @property
     def step_seconds(self) -> Floats:
-        """(S,) seconds of a step, in the mean over its ranks, which meet in every step."""
+        """(S,) seconds of each step, averaged over the ranks."""
         return self.seconds.mean(axis=1)
 
     @property
     def waited(self) -> float | None:
-        """Share of the time in which ranks waited; None if a rank has no trace."""
+        """Share of the time that ranks waited; None if a rank has no trace."""
         if self.num_missing:
             return None
         return float(self.waiting.sum() / max(float(self.seconds.sum()), 1e-30))
 
     @property
     def imbalance(self) -> float | None:
-        """Max over mean of the ranks' compute, mean over steps; None if a rank has no trace."""
+        """Largest compute over mean of ranks, averaged over steps; None if a trace is missing."""
         if self.num_missing:
             return None
         return float(np.mean([metrics.imbalance(loads) for loads in self.compute]))
@@ -109,7 +109,7 @@ class StepParts:
 
 
 def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepParts:
-    """Divide the steps that all ranks have into parts; append to the notes. O(n log n) events."""
+    """Divide the steps that all ranks have into parts; append to the notes. O(n log n)."""
     steps = _common_steps(traces)
     windows = [trace.windows[np.searchsorted(trace.numbers, steps)] for trace in traces]
     meetings, unmatched = _meetings(traces, windows)
@@ -170,7 +170,7 @@ def _common_steps(traces: Sequence[RankTrace]) -> Ints:
     first, steps = traces[0], traces[0].numbers
     for trace in traces[1:]:
         if _kind_of(first) != _kind_of(trace):
-            wrong = f"rank {first.rank} shows steps by {_kind_of(first)}, rank {trace.rank} by"
+            wrong = f"rank {first.rank} marks steps by {_kind_of(first)}, rank {trace.rank} by"
             raise ConfigError(f"{wrong} {_kind_of(trace)}: profile all with the same activities")
         if first.numbered_by != "ProfilerStep" and first.numbers.size != trace.numbers.size:
             raise ConfigError(
@@ -180,7 +180,7 @@ def _common_steps(traces: Sequence[RankTrace]) -> Ints:
             )
         steps = np.intersect1d(steps, trace.numbers)
     if not steps.size:
-        raise ConfigError("no step is in the traces of all ranks: profile the same steps on each")
+        raise ConfigError("the ranks' traces have no common step: profile the same steps on each")
     return steps
 
 
@@ -239,7 +239,7 @@ def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
 def segments_of(
     parts: StepParts, lens: Mapping[tuple[int, int], Sequence[int]]
 ) -> Iterator[Segment]:
-    """Yield the segments of each rank and step, on one clock; collectives are whole."""
+    """Yield the segments of each rank and step, on one clock; collectives are not divided."""
     first = min(float(spans.windows.min()) for spans in parts.spans)
     for rank, spans in zip(parts.ranks.tolist(), parts.spans, strict=True):
         shown: tuple[tuple[Kind, Spans], ...] = (

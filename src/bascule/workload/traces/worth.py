@@ -1,4 +1,4 @@
-"""Predict what balancing is worth in a run, by a cost model fitted to its times and lengths.
+"""Predict the speed-up of balancing in a run, by a cost model fitted to its times and lengths.
 
 Shapes: S steps, R ranks.
 """
@@ -31,7 +31,7 @@ MAX_MODEL_ERROR = 0.15  # share by which the model may miss the mean step as it 
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
-    """Lengths that ranks computed, and lengths that they had loaded, by step and rank."""
+    """The lengths that each rank computed and loaded in each step."""
 
     computed: Lengths
     loaded: Lengths
@@ -39,7 +39,7 @@ class RunLengths:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """The mean step of known lengths: as measured, by the cost model, and with a plan."""
+    """The mean time of steps with known lengths: measured, by the cost model, and with a plan."""
 
     cost: PolynomialCost  # seconds of a sequence on a rank; its `fit` has the errors
     topology: str  # the bags that were planned for
@@ -54,12 +54,12 @@ class Worth:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Coefficients that the steps do not determine, and the fit assumes."""
+        """Coefficients that the fit assumes because the steps do not determine them."""
         return () if self.cost.fit is None else self.cost.fit.unidentified
 
     @property
     def assumed_in_words(self) -> str | None:
-        """Sentences on `assumed`; None if the steps determine all coefficients."""
+        """Sentences that name `assumed`; None if the steps determine all coefficients."""
         if not self.assumed:
             return None
         is_split = bool({"quadratic", "linear"} & set(self.assumed))
@@ -71,7 +71,7 @@ class Worth:
 
     @property
     def speedup(self) -> float:
-        """The model's step as run over its balanced step; moving is not priced."""
+        """Predicted time of the steps as run over balanced; moving tokens costs nothing here."""
         return self.model_s / self.balanced_s
 
     @property
@@ -81,12 +81,12 @@ class Worth:
 
     @property
     def model_error(self) -> float:
-        """Share by which the model's step as run is longer than measured."""
+        """Share by which the model's time of the steps exceeds the measured time."""
         return self.model_s / self.measured_s - 1.0
 
 
 def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
-    """Read lengths from the ranges of `SequenceParallel`, else of loaders, else of the user."""
+    """Read lengths from ranges of `SequenceParallel`; without any, of loaders; then of the user."""
     origins = {mark.origin for trace in traces for _, mark in trace.marks}
     origin = next((name for name in ("step", "batch") if name in origins), "")
     lens: dict[What, dict[tuple[int, int], list[int]]] = {"lens": {}, "loaded": {}}
@@ -97,14 +97,14 @@ def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
                 continue
             if mark.shared_by > 1:
                 wrong = f"rank {trace.rank} shared its sequences with {mark.shared_by - 1} others"
-                raise ConfigError(f"{wrong}: to fit a cost model, trace bags of one rank")
+                raise ConfigError(f"{wrong}: to fit a cost model, trace a run without shared ones")
             key = int(trace.numbers[step]), trace.rank
             lens[mark.what].setdefault(key, []).extend(mark.lens)
     return RunLengths(lens["lens"], lens["lens"] | lens["loaded"])
 
 
 def read_lens(path: str | Path) -> RunLengths:
-    """Read rows ``{"step": 3, "rank": 0, "lens": [512, 64]}`` of a JSONL file; rows add up."""
+    """Read a JSONL file of rows ``{"step": 3, "rank": 0, "lens": [512, 64]}``; rows add up."""
     lens: dict[tuple[int, int], list[int]] = {}
     for where, row in read_json_lines(path):
         match row:
@@ -125,8 +125,8 @@ def read_lens(path: str | Path) -> RunLengths:
 def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = None) -> Worth:
     """Fit a cost model to the ranks' own seconds, plan the steps again, and compare.
 
-    A step takes as long as its slowest rank; moving is not priced. Steps without the lengths of a
-    rank are left out. `topology` has the bags, by default of one rank each.
+    A step takes as long as its slowest rank; moving tokens costs nothing here. Steps that lack a
+    rank's lengths are left out. `topology` has the bags; by default, each has one rank.
     """
     if parts.num_missing:
         raise ConfigError(f"{parts.missing}; give the traces of all ranks")
@@ -148,7 +148,7 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         float(loads.max(axis=1).mean()) + cost.overhead for loads in (as_run, as_loaded, balanced)
     )
     if not balanced_s > 0:
-        raise ConfigError("the cost model gives every step 0 s: measure steps that compute")
+        raise ConfigError("the cost model predicts 0 s for every step: trace steps that compute")
     tokens = sum(int(plan.seq_lens.sum()) for plan in plans)
     worth = Worth(
         cost=cost,
@@ -163,7 +163,7 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         moved_share=sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
-        wrong = f"the lengths do not explain the times: a model is {percent(worth.model_error)} off"
+        wrong = f"lengths do not explain the times: the model is {percent(worth.model_error)} off"
         raise ConfigError(f"{wrong} the measured step; trace more steps, of more varied lengths")
     return worth
 

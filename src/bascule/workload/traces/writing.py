@@ -1,7 +1,7 @@
-"""Write steps as Chrome-trace JSON, a file a rank, as torch.profiler does for a GPU.
+"""Write steps as Chrome-trace JSON, one file per rank, as torch.profiler does for a GPU.
 
-Perfetto, HolisticTraceAnalysis and `read_traces` read them. Compute and collectives are kernels of
-two streams, with launches on the host; waiting is a range within its collective.
+Perfetto, HolisticTraceAnalysis and `read_traces` read these files. Compute and collectives are
+kernels of two streams, with launches on the host; waiting is a range within its collective.
 """
 
 import json
@@ -45,10 +45,10 @@ class Segment:
 
 
 def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int) -> list[Path]:
-    """Write `rank0.json`, `rank1.json`, ..: a file for each rank with segments, in any order.
+    """Write `rank0.json`, `rank1.json`, ..: a file for each rank that has segments, in any order.
 
-    The folder is made if needed; files of these names are replaced. A folder with other traces is
-    refused.
+    It makes the folder if needed, and replaces files of these names. It refuses a folder with
+    other traces.
     """
     events: dict[int, list[dict[str, Any]]] = {}
     busy: dict[int, list[float]] = {}
@@ -62,7 +62,7 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
     files = [folder / f"rank{rank}.json" for rank in sorted(events)]
     others = {path.name for path in folder.glob("*.json*")} - {path.name for path in files}
     if others:
-        wrong = f"cannot write traces to {folder}: it holds {shown(min(others))}"
+        wrong = f"cannot write traces to {folder}: it has {shown(min(others))}"
         raise ConfigError(f"{wrong}, which would be read with them; give an empty folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
