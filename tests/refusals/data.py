@@ -158,7 +158,7 @@ CASES = [
         ("Limits(items=1): batches of batch_size=2 have up to 2",),
     ),
     ("bytes", sampler(limits=Limits(num_bytes=5)), ("bytes",)),
-    ("limit a rank", sampler(limits=Limits(tokens=(5, 9))), ("are alike: give one number",)),
+    ("limit a rank", sampler(limits=Limits(tokens=(5, 9))), ("the same limit: give one number",)),
     ("no state", lambda: Progress.from_state({}, ()), NO_STATE),
     *(
         (f"packed {n}", partial(make_pack, [FIRST, other], Pack(10)), words)

@@ -100,7 +100,7 @@ CASES: list[Case] = [
     changed(CLUSTER, "ranks_per_node", 1.5, "an integer"),
     ("too many ranks", partial(replace, CLUSTER, num_nodes=2**17), ("524288 ranks", "131072")),
     ("another world", planned(3, "g1n3", TransformerCost(8)), ("4 ranks, not 3",)),
-    ("no width", planned(4, "g4n1", np.sqrt), ("width of the model", "TransformerCost")),
+    ("no width", planned(4, "g4n1", np.sqrt), ("no model width", "TransformerCost")),
     changed(CLUSTER, "passes", "step", "a Passes(..)"),
     *(changed(H100, name, True, "finite") for name in H100.numbers),
     changed(H100, "device", 5, "a text"),

@@ -40,8 +40,8 @@ ITEMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"num_bins": 2, "speeds": [1.0]}, ("num_bins is 2, but speeds has 1",)),
     ({"num_bins": None, "speeds": []}, ("speeds is empty",)),
     ({"num_bins": None, "speeds": [1.0, 0.0]}, ("speeds from 0 to 1.00: leave out bins",)),
-    ({"num_bins": 2, "initial_loads": [1.0]}, ("initial_loads has 1 entries; 2",)),
-    ({"sizes": [1, 2]}, ("sizes has 2 entries; 1",)),
+    ({"num_bins": 2, "initial_loads": [1.0]}, ("initial_loads has 1 entries; give 2",)),
+    ({"sizes": [1, 2]}, ("sizes has 2 entries; give 1",)),
     ({"ranks_per_bin": [0]}, ("ranks_per_bin[0] is 0",)),
     ({"limits": Limits(tokens=9)}, ("sizes is missing",)),
     ({"sizes": [1], "limits": BOTH}, ("only one of them",)),
@@ -67,12 +67,12 @@ MASKED: list[tuple[Any, tuple[str, ...]]] = [
     (Sequences([4], "casual"), ('rank 1: masks=\'casual\': give "full", "causal", or a list',)),
     (Sequences([4], ["casual"]), ("rank 1, sequence 0: mask 'casual'",)),
     (Sequences([4], ["causal", "full"]), ("rank 1: 2 masks for 1 sequences",)),
-    (Sequences([4], [[Span(3)]]), ("rank 1, sequence 0: spans of 3 tokens together for",)),
+    (Sequences([4], [[Span(3)]]), ("rank 1, sequence 0: spans have 3 tokens in all",)),
     (Sequences([4], cast(Any, [[4]])), ("rank 1, sequence 0: a span is 4: give a list",)),
     (Sequences([4], context_lens=[1, 2]), ("rank 1: 2 context_lens for 1 sequences",)),
     (Sequences([4], context_lens=[-1]), ("context_lens: rank 1, sequence 0: length -1",)),
     (Sequences([-4]), ("rank 1, sequence 0: length -4",)),
-    ([4], ("ranks [1] give sequences without masks",)),
+    ([4], ("ranks [1] give no masks",)),
 ]
 EIGHT = Cluster(2, 4, 400e12, 80e9, 150e9, 25e9, 1e-5)
 
@@ -102,17 +102,17 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("lengths of two dims", planned(np.ones((2, 2), int)), ("rank 0", "flat list")),
     ("a small integer below 0", planned(np.array([4, -5], np.int8)), ("rank 0", "length -5")),
     ("lengths of truth", planned(np.array([True])), ("rank 0, sequence 0", "length True")),
-    ("a load too few", planned([1], initial_loads=[1.0]), ("initial_loads", "2 ranks")),
+    ("a load too few", planned([1], initial_loads=[1.0]), ("initial_loads", "2 in all")),
     ("a load of nan", planned([1], initial_loads=[1.0, math.nan]), ("initial_loads[1] is nan",)),
     ("no cost", by_cost(lambda lens: lens * math.nan), ("rank 0, sequence 0", "nan for 9 tokens")),
     ("a cost below 0", by_cost(lambda lens: lens - 10.0), ("rank 0", "-1.0 for 9 tokens")),
     ("a cost too few", by_cost(lambda lens: lens[:1]), ("(1,) costs for (2,) lengths",)),
     ("no cluster", planned([1], cluster=5), ("cluster=5", "a Cluster(")),
     ("tolerance", planned([1], locality_tolerance=-1.0), ("locality_tolerance=-1.0", "at least 0")),
-    ("bags without a cluster", planned([1], "auto"), ("auto", "needs a cluster")),
+    ("bags without a cluster", planned([1], "auto"), ("auto", "needs cluster=")),
     ("no meeting", partial(plan_step, [], "g1n1", COST, sync="never"), ("'never'", MEETINGS)),  # pyright: ignore[reportArgumentType]
     ("a length of a step", steps([[-1], [2]]), ("microbatch 1: rank 0, sequence 0: length -1",)),
-    ("a step of two worlds", steps([[1]]), ("same world",)),
+    ("a step of two worlds", steps([[1]]), ("give all the same ranks",)),
     ("causal of text", partial(Span, 1, "yes"), ("causal='yes'", "True or False")),  # pyright: ignore[reportArgumentType]
     ("above its limit", planned([50], limits=Limits(tokens=20)), ("rank 0", "50 tokens", "20")),
     *(
@@ -128,7 +128,7 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
         (
             f"{spec} on {size} ranks",
             partial(Topology.parse, spec, world_size=size),
-            ("units of", f"a world of {size}: use {nearest} ranks"),
+            (f"there are {size}: use {nearest} ranks",),
         )
         for spec, size, nearest in WORLDS
     ),

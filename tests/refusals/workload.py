@@ -182,7 +182,7 @@ TRACES = [
     ({"distributedInfo": {"rank": -1}}, "names rank -1"),
     ({"distributedInfo": {"rank": 3, "world_size": 3}}, "damaged"),
     ({"distributedInfo": {"rank": 1, "world_size": 3}}, "rank 1 have the same steps"),
-    ({"distributedInfo": {"rank": 3, "world_size": 4}}, "worlds of 3, 4 ranks"),
+    ({"distributedInfo": {"rank": 3, "world_size": 4}}, "world sizes 3, 4"),
     ({"distributedInfo": {}}, "needs a rank"),
 ]
 
@@ -215,11 +215,15 @@ CASES = [
     ("kind", segment(kind="idle"), ("Segment(kind='idle')", '"step" or "compute"')),
     ("name of a step", segment(kind="step", name="x"), ("the name of a step is its number",)),
     ("seconds", segment(seconds=-1.0), ("Segment(seconds=-1.0)", "at least 0")),
-    ("lines", on(lambda path: read_lengths(path, num_ranks=4), a__txt="1\n2\n3\n"), ("not fit 4",)),
+    (
+        "lines",
+        on(lambda path: read_lengths(path, num_ranks=4), a__txt="1\n2\n3\n"),
+        ("not 4; use 3",),
+    ),
     ("manifest, suffix", on(read_manifest, a__xls="x"), ("cannot read .xls: give one of",)),
     ("model", lambda: TokenRule.of_model("wan9"), ("'wan9' is not known", "wan2.1")),
     ("bucket", lambda: TokenRule(bucket="big"), ("bucket 'big'", "1024:64")),
-    ("role", on(lambda p: read_manifest(p, columns={"x": "y"}), a__csv=""), ("there are tokens",)),
+    ("role", on(lambda p: read_manifest(p, columns={"x": "y"}), a__csv=""), ("one of tokens",)),
     ("unreadable photos", on(stream_of, a__png="", b__png=""), ("(2 unreadable); put photos",)),
     ("strict", on(strictly, a__png="", b__png=""), ("cannot read the photo", "a.png")),
     ("photos of a file", on(lambda path: PhotoStream(path, 1), a__png=""), ("a folder of photos",)),

@@ -429,7 +429,7 @@ CODES = "bench --data g1b1i256f1s0"
         (f"{CODES} --steps 0", "--steps 0"),
         (f"{CODES} --ranks 1 --num-heads 7", "--num-heads 7"),
         (f"{CODES} --ranks 2 --topology g3n1", "did you mean --topologies?"),
-        (f"{CODES} --ranks 2 --topologies g1n2 g3n1", "units of 3 ranks, which do not fill"),
+        (f"{CODES} --ranks 2 --topologies g1n2 g3n1", "g3n1 needs 3 ranks, or a multiple"),
         (f"{CODES} --ranks 2 --topologies g2n1 none", "topology 'none': write gGnN"),
         (f"{CODES} --ranks 4 --topologies g2n1 g4n1 g2n2", "g2n2 has the bags of g2n1; leave one"),
         (f"{CODES} --ranks 1 --kernel aten_flash", "use one of cpu_flash"),

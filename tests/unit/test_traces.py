@@ -278,7 +278,7 @@ def test_the_command(tmp_path: Path, capsys: Console) -> None:
             (str(tmp_path / "none"),),
             f"bascule: {tmp_path / 'none'} does not exist: give the folder",
         ),
-        ((folder, "--topology", "g2n1"), "a divisor of 3"),
+        ((folder, "--topology", "g2n1"), "or g1n3, where each rank"),
         ((folder, "--lens", str(tmp_path / "out")), "cannot read"),
         ((folder, "--json", str(tmp_path)), "is a folder"),
     ):

@@ -228,7 +228,8 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | N
     if q.shape[0] != tokens or k.shape[0] != (tokens if num_keys is None else num_keys):
         keys = "" if num_keys is None else f", and {num_keys} of cross-attention"
         raise ConfigError(
-            f"{what}: q has {q.shape[0]} tokens, k {k.shape[0]}; the plan has {tokens} here{keys}"
+            f"{what}: q has {q.shape[0]} tokens, k {k.shape[0]}; the plan has {tokens} here{keys}: "
+            "give routed (tokens, heads, head_dim)"
         )
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         raise ConfigError(

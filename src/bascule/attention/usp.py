@@ -94,7 +94,7 @@ def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
 
 
 def positive_scale(head_dim: int, scale: float | None) -> float:
-    """Return the scale that `with_positive_scale` returns."""
+    """Return the softmax scale by which attention multiplies, made positive."""
     if scale is None:
         return head_dim**-0.5
     return scale if scale > 0 else 1.0

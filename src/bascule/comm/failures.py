@@ -152,7 +152,7 @@ class Calls:
             raise self._failure(where, error) from error
 
     def wait(self, where: str, wait: Callable[[], object]) -> None:
-        """Wait until the other ranks have made the call; CommError if they do not."""
+        """Wait until the other ranks make this call, too; CommError if they do not."""
         waited = begin_range(where) if is_profiled() else None
         watch, self.since = self._watch, time.monotonic()
         try:

@@ -116,7 +116,7 @@ class World:
         self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
     def add(self, *objects: object) -> int:
-        """Number objects, so that operators find them while they live; return the first number."""
+        """Number objects, by which our operators of torch find them; return the first number."""
         first = self._last + 1
         self._last += len(objects)
         self._numbered.update(zip(range(first, self._last + 1), objects, strict=True))

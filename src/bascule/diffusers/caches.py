@@ -188,7 +188,7 @@ def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
 
 
 def hooks_of(model: nn.Module, modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, Any]]:
-    """Return name, module and hook of diffusers' hooks, on all modules if a cache is enabled."""
+    """List diffusers' hooks (name, module, hook) on `modules`, or on all if a cache is enabled."""
     is_enabled = bool(getattr(model, "is_cache_enabled", False))
     return [
         (name, module, hook)

@@ -94,9 +94,9 @@ class Topology:
         size, world_size = unit.unit_size, whole("world_size", world_size)
         if world_size < 1 or world_size % size:
             legal = size * max(1, (2 * world_size + size) // (2 * size))
-            wrong = f"topology {unit} has units of {size} ranks, which do not fill a world of"
-            fix = f"use {legal} ranks, or bags that add up to a divisor of {world_size}"
-            raise ConfigError(f"{wrong} {world_size}: {fix}")
+            wrong = f"topology {unit} needs {size} ranks, or a multiple, and there are {world_size}"
+            alone = f", or g1n{world_size}, where each rank computes alone" * (world_size > 0)
+            raise ConfigError(f"{wrong}: use {legal} ranks{alone}")
         return replace(unit, num_replicas=world_size // size)
 
     def __str__(self) -> str:

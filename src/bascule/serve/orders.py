@@ -54,7 +54,7 @@ class Orders:
     The scheduler gives each rank one request, and each request one order, at a time.
 
     Attributes:
-        num_ranks: Ranks of the engine, or its replicas if blocks consist of replicas.
+        num_ranks: Number of ranks, or of replicas if requests get whole replicas.
         events: Events in the order in which rank 0 got them.
     """
 

@@ -60,7 +60,7 @@ class Mail:
         self._store.set(key, self._signature(key, text) + text)
 
     def take(self, rank: int, number: int) -> Message:
-        """Wait for a rank's message `number`, from 1, and remove it; {} if its signature fails."""
+        """Wait for and remove a rank's message `number` (1 = first); {} if its signature fails."""
         key = f"{self._name}/{rank}/{number}"
         while True:
             try:
