@@ -169,8 +169,8 @@ def _advice(
     priced = {"advised": best, "advised_s": least, "planned_s": now, "as_loaded_s": before}
     if least * WORTH <= min(now, before):
         short = best if best.count("+") < _MOST_TERMS else "auto"
-        words = f"--topology {short} makes the step {times(before / least)} as fast as loaded"
-        return words, priced
+        words = f"with communication, --topology {short} makes the step {times(before / least)} as "
+        return f"{words}fast as loaded, and this plan {times(before / now)}", priced
     gains = before >= now * WORTH
     if plan.imbalance <= _EVEN:
         idle = "only fewer tokens or more ranks shorten the step"
