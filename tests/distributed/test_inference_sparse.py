@@ -551,7 +551,7 @@ def save_and_use(path: Path, ring: int, ulysses: int) -> None:
             refuse("samples of a batch see different blocks", handle, path, both)
             refuse("are an .npz file", handle, "masks.npy")
             refuse("cannot write masks to", handle, path.parent / "missing" / "x.npz")
-            refuse("0 masks of shape (0, 0, 0), and 0 layers", handle, path)
+            refuse("0 masks of shape (0, 0, 0) are no whole passes of 0 layers", handle, path)
             other = toy_inputs(text=5, image=9, batch=1)
             sizes = "a mask of shape (6, 5, 5) after masks of (6, 7, 7)"
             refuse(sizes, handle, path, inputs[0], other)

@@ -333,7 +333,7 @@ for _name in ("len", "iter", "save", "epoch", "load"):
     DISAGREE[f"loader: no {_name}"] = (_call, two("samples", Odd(), Odd(_name)), f"no {_name}")
 WRONG: dict[str, Row] = {
     "topology of one rank": (made, one("topology", "g1nx"), "rank 1", "'g1nx'"),
-    "ranks left over": (made, both(topology="g3n1"), "world of 2"),
+    "ranks left over": (made, both(topology="g3n1"), "there are 2: use 3 ranks"),
     "auto without a cluster": (made, both(topology="auto"), "auto", "a cluster"),
     "no topology": (made, one("topology", None), "rank 1"),
     "speeds of one rank": (with_speeds, both(speeds=[1.0]), "of the 2 ranks"),
