@@ -232,8 +232,8 @@ class ClusterOptions(MachineOptions):
             raise ConfigError(f"--kb-per-token: {self.profile} has no memory: give --memory-gb")
         bytes_per_token = rate("--kb-per-token", self.kb_per_token) * 1e3
         if bytes_per_token > int(memory_bytes):
-            memory = f"a rank has {memory_bytes / 1e3:g} KB of memory, too little for one token"
-            what = f"--kb-per-token {self.kb_per_token:g}: {memory}"
+            memory = f"a rank has {num_bytes(memory_bytes)} of memory, too little for one token"
+            what = f"--kb-per-token: a token takes {num_bytes(bytes_per_token)}, and {memory}"
             raise ConfigError(f"{what}: give a smaller number, or a larger --memory-gb")
         limits = Limits(tokens=self.max_tokens, num_bytes=int(memory_bytes))
         return in_tokens(limits, TransformerCost(bytes_per_token=bytes_per_token), None)
