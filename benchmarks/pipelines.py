@@ -1,8 +1,8 @@
 """Measure a whole diffusers pipeline over two ranks, phase by phase."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import diffusers
 import torch
@@ -41,6 +41,7 @@ def pipeline(*, rounds: int = 9, quick: bool = False) -> dict[str, Any]:
     Ten minutes. Two ranks share an unedited Flux pipeline of random weights: four steps with true
     guidance, guidance_degree=2. "one prompt": two calls of the transformer a step, and the ranks
     take turns. "four prompts": each call is a batch of four that the ranks share, and prompts, too.
+    "a tiny image": mesh="auto", where splitting passes costs more than it gains.
     Alone, one rank runs the pipeline while the other waits. "both alone": both ranks run all of it
     at the same time; twice that speed is the most that two ranks of this machine can reach.
     """
@@ -49,7 +50,7 @@ def pipeline(*, rounds: int = 9, quick: bool = False) -> dict[str, Any]:
     for case in cases:
         for phase in PHASES:
             speed, most = case["phases"][phase]["speed_up"], case["phases"][phase]["ceiling"]
-            target = TARGETS.get(phase)
+            target = 0.98 if case["what"] == "a tiny image" else TARGETS.get(phase)
             word = "" if target is None else met(speed["median"] >= target)
             print(
                 f"{word:6}  {case['what']}, {phase}: {speed['median']:.2f}x (quartiles "
@@ -61,14 +62,13 @@ def pipeline(*, rounds: int = 9, quick: bool = False) -> dict[str, Any]:
 
 def _pipelines_on_rank(sizes: Sizes) -> list[dict[str, Any]]:
     return [
-        _case_of("one prompt", 1, "own", sizes),
-        _case_of("four prompts", 4, "all", sizes),
+        _case_of("one prompt", 1, sizes, {"guidance_degree": 2}),
+        _case_of("four prompts", 4, sizes, {"guidance_degree": 2, "text_encoders": "all"}),
+        _case_of("a tiny image", 1, replace(sizes, side=32), {"mesh": "auto"}),
     ]
 
 
-def _case_of(
-    what: str, num_prompts: int, text_encoders: Literal["all", "own"], sizes: Sizes
-) -> dict[str, Any]:
+def _case_of(what: str, num_prompts: int, sizes: Sizes, settings: Any) -> dict[str, Any]:
     """A row of the table."""
     one, shared = _make_pipeline(), _make_pipeline()
     words = [" ".join(f"w{(n + i) % 40}" for i in range(WORDS)) for n in range(num_prompts)]
@@ -89,7 +89,9 @@ def _case_of(
             "whole": lambda: pipeline(**negative, **guided, output_type="pt"),
         }
 
-    with torch.no_grad(), parallelize(shared, guidance_degree=2, text_encoders=text_encoders):
+    with torch.no_grad(), parallelize(shared, **settings):
+        for _ in range(2 * ("mesh" in settings)):  # the passes by which the ranks choose
+            phases(shared)["denoise"]()
         alone, over_ranks = phases(one), phases(shared)
         times = {
             phase: _phase_times(alone[phase], over_ranks[phase], sizes.rounds) for phase in PHASES

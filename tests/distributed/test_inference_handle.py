@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from bascule.diffusers import parallelize
+from bascule.diffusers import parallelize, race
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import (
     make_mesh,
@@ -67,6 +68,46 @@ def test_one_call_of_a_form_is_counted_and_one_rank_attends_as_the_model_does(
         second = str(handle.explain())
         model(**inputs[0])  # a seventh call, which is not counted
         assert first == str(handle.explain()) != second
+
+
+@on_ranks(2)
+def test_an_automatic_mesh_computes_alone_what_is_slower_over_it() -> None:
+    """Three forms by a clock of the test: too long to try, faster alone, faster over the mesh."""
+    model, ways = make_toy(), list[bool]()
+    vars(model)["config"] = SimpleNamespace(num_attention_heads=6)
+    took = {9: (0.05, 0.2), 4: (0.01, 0.05), 6: (0.05, 0.01)}  # seconds alone, split
+    now, num_image, clock = 0.0, 9, SimpleNamespace(perf_counter=lambda: now)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        parallelize(model, "auto", table=TABLE) as handle,
+        torch.no_grad(),
+    ):
+        patch.setattr(race, "time", clock)
+        (split,) = handle.parts
+        handle.verify(**toy_inputs(text=2, image=3))  # else the first call is compared
+
+        def tick(*_: Any) -> None:
+            nonlocal now
+            ways.append(split.forward is not None)
+            now += took[num_image][ways[-1]]
+
+        model.blocks[0].register_forward_pre_hook(tick)
+        for num_image, wanted in ((9, "ssssssss"), (4, "sssaaaaa"), (6, "sssaasss")):
+            inputs = toy_inputs(text=5, image=num_image, masked=True)
+            with split.taking(None):
+                expected = model.forward(**inputs)
+            ways.clear()
+            for _ in wanted:
+                same(model(**inputs), expected)
+            assert "".join("as"[is_split] for is_split in ways) == wanted
+        said = "takes 50.0 ms over 2 ranks and 10.0 ms on each rank alone, so each rank computes"
+        assert str(handle.explain()).count("alone") == 2 and said in str(handle.explain())
+        ways.clear()
+        with torch.enable_grad():  # nothing is tried, and nothing is alone
+            for num_image in (4, 4, 4, 4, 4, 7, 7, 7, 7, 7):
+                took[7] = took[4]
+                model(**toy_inputs(text=5, image=num_image, masked=True))
+        assert all(ways)
 
 
 @on_ranks(4)

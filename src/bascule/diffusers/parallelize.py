@@ -48,6 +48,7 @@ from bascule.diffusers.pipeline_run import (
     share_parts,
     timed,
 )
+from bascule.diffusers.race import Race
 from bascule.diffusers.request import Request, models_of
 from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.diffusers.split_model import SplitModel, Way
@@ -188,6 +189,10 @@ class ParallelHandle:
             split = SplitModel(model, table, self.mesh, *settings, check=check_table)
             if split.sparse is not None:  # a pipeline's models count their passes together
                 passes = split.sparse.passes = passes or split.sparse.passes
+            whole = self.mesh.whole
+            if request.choice is not None and split.way is not None and whole is not None:
+                race = Race(type(model).__name__, whole, device_of(model))
+                split.way = replace(split.way, race=race)
             self.parts.append(split)
         if self.replica.branches is not None:
             branches = Branches(self.replica.branches)
@@ -360,9 +365,10 @@ class ParallelHandle:
         with nullcontext() if is_pipeline else self._over_mesh(split):
             explanation = explain(split, profile, ranks_per_node, run)
         branches = None if not self._guided else self._guided[0].branches
+        race = split.way and split.way.race
         return replace(
             explanation,
-            phases=phase_lines(self._times, self._shared_parts),
+            phases=(*(race.lines if race else ()), *phase_lines(self._times, self._shared_parts)),
             num_groups=1 if branches is None else branches.group.size,
             guidance_bytes=0 if branches is None else branches.sent_bytes,
         )
@@ -371,7 +377,8 @@ class ParallelHandle:
     def _over_mesh(self, split: SplitModel) -> Iterator[None]:
         """Compute each call of a model on this rank's mesh, also between guidance groups."""
         with ExitStack() as stack:
-            stack.enter_context(split.taking(split.way or Way(self.mesh)))
+            way = split.way or Way(self.mesh)
+            stack.enter_context(split.taking(replace(way, race=None)))
             for guided in self._guided:
                 stack.enter_context(guided.suspended())
             yield

@@ -21,6 +21,7 @@ from bascule.diffusers import recorded
 from bascule.diffusers.arguments import SameInputs, holds_tensors, parameters_of
 from bascule.diffusers.caches import Caches
 from bascule.diffusers.forward_pass import ForwardPass, PassRecord, Shares
+from bascule.diffusers.race import Race
 from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers, SparsePass
 from bascule.diffusers.split_table import (
     Cut,
@@ -47,6 +48,7 @@ class Way:
     sparse: SparseLayers | None = None  # plans of block-sparse attention
     compares: bool = True  # ranks compare their inputs when these have a new signature
     make_pass: Callable[..., ForwardPass] = ForwardPass
+    race: Race | None = None  # passes without gradients that are faster alone are computed alone
 
 
 @dataclass(slots=True)
@@ -241,7 +243,29 @@ class SplitModel:
 
     def _call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass of the model; the stand-in for its `forward`."""
-        before, way = (self.forward, self.is_running), self.way
+        way = self.way
+        if way is None or way.race is None or torch.compiler.is_compiling():
+            return self._compute(way, forward, args, kwargs)
+        named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        signature = signature_of(named)
+
+        def alone() -> Any:
+            self._check_call(way, named, (way.mesh.name, signature))
+            return self._compute(None, forward, args, kwargs)
+
+        split = partial(self._compute, way, forward, args, kwargs)
+        may_race = not (torch.is_grad_enabled() or self.has_cache or self.sparse)
+        return way.race.run(signature, split, alone) if may_race else split()
+
+    def _compute(
+        self,
+        way: Way | None,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a forward pass of the model in a way; None: unsplit, on this rank."""
+        before = self.forward, self.is_running
         current: ForwardPass | None = None
         try:
             if way is None:
@@ -283,7 +307,9 @@ class SplitModel:
         check = self._check
         if check is None or way.mesh.whole is None or self.is_checked or self.has_cache:
             return
-        with self.taking(replace(way, sparse=None)):  # the table says nothing about sparse blocks
+        with self.taking(
+            replace(way, sparse=None, race=None)
+        ):  # the table says nothing about sparse blocks
             self.is_checked = True
             try:
                 check(self, partial(self._call, forward, *args, **kwargs))

@@ -10,7 +10,7 @@ Replicas of the unit fill a larger world, each on the next contiguous ranks.
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -80,24 +80,10 @@ class Topology:
         Raises:
             ConfigError: A term is malformed, or whole units cannot fill the world.
         """
-        if isinstance(spec, Topology):
-            if world_size in (None, spec.num_ranks):
-                return spec  # with the tables that it has computed
-            unit = cls(spec.terms, rings=spec.rings)
-        else:
-            of_type("topology", spec, str, 'a spec such as "g1n8+g4r2n3", or a Topology')
-            parsed = [_parse_term(term, spec) for term in spec.split("+")]
-            terms = tuple((degree * ring, count) for degree, ring, count in parsed)
-            unit = cls(terms, rings=tuple(ring for _, ring, _ in parsed))
-        if world_size is None:
-            return unit
-        size, world_size = unit.unit_size, whole("world_size", world_size)
-        if world_size < 1 or world_size % size:
-            legal = size * max(1, (2 * world_size + size) // (2 * size))
-            wrong = f"topology {unit} needs {size} ranks, or a multiple, and there are {world_size}"
-            alone = f", or g1n{world_size}, where each rank computes alone" * (world_size > 0)
-            raise ConfigError(f"{wrong}: use {legal} ranks{alone}")
-        return replace(unit, num_replicas=world_size // size)
+        if isinstance(spec, Topology) and world_size in (None, spec.num_ranks):
+            return spec  # with the tables that it has computed
+        of_type("topology", spec, (str, Topology), 'a spec such as "g1n8+g4r2n3", or a Topology')
+        return _parse(spec, None if world_size is None else whole("world_size", world_size))
 
     def __str__(self) -> str:
         """Return the spec of one unit."""
@@ -193,6 +179,26 @@ def _term(name: str, value: object) -> tuple[int, ...]:
     if len(term) != 2:
         raise ConfigError(f"{name}={shown(value)}): give ranks in a bag, and number of such bags")
     return term
+
+
+@lru_cache(maxsize=256)  # with the tables that a topology has computed
+def _parse(spec: str | Topology, world_size: int | None) -> Topology:
+    """Read a spec, or take a topology's unit; repeat it until it fills the world."""
+    if isinstance(spec, Topology):
+        unit = Topology(spec.terms, rings=spec.rings)
+    else:
+        parsed = [_parse_term(term, spec) for term in spec.split("+")]
+        terms = tuple((degree * ring, count) for degree, ring, count in parsed)
+        unit = Topology(terms, rings=tuple(ring for _, ring, _ in parsed))
+    if world_size is None:
+        return unit
+    size = unit.unit_size
+    if world_size < 1 or world_size % size:
+        legal = size * max(1, (2 * world_size + size) // (2 * size))
+        wrong = f"topology {unit} needs {size} ranks, or a multiple, and there are {world_size}"
+        alone = f", or g1n{world_size}, where each rank computes alone" * (world_size > 0)
+        raise ConfigError(f"{wrong}: use {legal} ranks{alone}")
+    return replace(unit, num_replicas=world_size // size)
 
 
 def _parse_term(term: str, spec: str) -> tuple[int, int, int]:
