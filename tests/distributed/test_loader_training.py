@@ -1,15 +1,20 @@
 """Training through the balanced loader: what ranks learn equals what one process learns."""
 
+import logging
 import random
+import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bascule.data import step_timer
 from tests.helpers.loader_cases import TIMEOUT_S, Schedule, loader_of, sample_of
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 
 class Tiny(torch.nn.Module):
@@ -139,3 +144,31 @@ def test_what_is_learnt_equals_one_process(num_ranks: int) -> None:
     cases = schedules(num_ranks)
     for case, worst in zip(cases, run_ranks(train_all, num_ranks, cases)[0], strict=True):
         assert 0.0 < worst < 1e-10, case  # something was compared
+
+
+@pytest.mark.parametrize("cause", ["slow rank", "loader"])
+@on_ranks(3)
+def test_the_slow_rank_is_named_with_its_cause(cause: str) -> None:
+    """Rank 1 computes, or reads samples, far longer than the others, who wait for it."""
+    heard, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bascule.data.slow_rank").addHandler(handler)
+    rank = dist.get_rank()
+    seconds = {"slow rank": 0.001, "loader": 0.001} | ({cause: 0.02} if rank == 1 else {})
+
+    def load() -> Iterator[list[dict[str, Any]]]:
+        for step in range(60):
+            time.sleep(seconds["loader"])
+            yield [sample_of(3 * step + rank, 5)]
+
+    loader = loader_of(load())
+    with mock.patch.object(step_timer, "moment", lambda *_: time.perf_counter()):
+        for _ in loader:
+            time.sleep(seconds["slow rank"])
+            loader.computed()
+            dist.barrier()
+    logging.getLogger("bascule.data.slow_rank").removeHandler(handler)
+    did = loader.metrics()
+    assert (did["slow_rank"], did["slow_cause"]) == (1, cause)
+    assert 0.05 < did["slow_share"] <= 1.0
+    assert heard == [] if rank else len(heard) == 1 and heard[0].startswith("rank 1 is slow since")

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from PIL import Image
 
+from bascule.data.slow_rank import Culprit
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.serve.door import Door
@@ -102,6 +103,9 @@ class FakeService:
             every = list(self.of.values())
         ended = [one for one in every if one.has_ended]
         return [one for one in every if not one.has_ended] + ended[::-1][:20]
+
+    def pace(self) -> tuple[list[float], Culprit]:
+        return [1.0, 1.5], Culprit(1, "slow rank", 1.5, 0.25)
 
     def cancel(self, request_id: str) -> Status:
         with self.lock:

@@ -669,6 +669,8 @@ def test_metrics(images: Open) -> None:
         'bascule_requests{state="waiting"}': 1,
         "bascule_busy_ranks": 1,
         "bascule_ranks": 2,
+        'bascule_step_ratio{rank="1"}': 1.5,
+        'bascule_slow_rank{cause="slow rank",rank="1"}': 0.25,
     }.items():
         assert float(lines[name]) == value, name
 

@@ -376,7 +376,7 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
 def test_steps_are_counted_with_what_the_training_waited_for() -> None:
     def step(num_padded: int, verdict: Verdict, *num_bytes: int, start: float, end: float) -> Any:
         batches = [SimpleNamespace(verdict=verdict, is_padding=k < num_padded) for k in range(2)]
-        return ReadyStep(batches, np.ones((1, 2)), 3, [], *num_bytes, (start, end))  # pyright: ignore
+        return ReadyStep(batches, np.ones((1, 2)), 3, [], *num_bytes, (start, end), 0.0)  # pyright: ignore
 
     balanced, even = Verdict(True, "balanced", 10.0, 6.0), Verdict(False, "even", 5.0, 3.0)
     metrics = LoaderMetrics()

@@ -1,5 +1,6 @@
 """The table of requests on ranks that are played, and do what they are told."""
 
+import dataclasses
 import queue
 import time
 from collections.abc import Sequence
@@ -172,3 +173,21 @@ def test_the_policy_of_a_server() -> None:
         ServeOptions(policy="srpt").check()
     with pytest.raises(ConfigError, match="the degree of all requests can be 2, 4"):
         ServeOptions(policy="sjf", degrees=(2, 4)).check()
+
+
+def test_a_slow_rank_of_a_server_is_named_by_steps_against_their_prediction() -> None:
+    """Requests of unlike predictions are on any ranks; rank 2 takes 1.6 times as long."""
+    scheduler, random = Scheduler(Obedient(4), Scripted(), Untaught()), Random(0)
+    tasks = tasks_of(scheduler, 2)
+    tasks[1].request = dataclasses.replace(tasks[1].request, step_s={1: 40.0, 2: 30.0})
+    blocks = [Block(0, 2), Block(2, 2), *(Block(rank, 1) for rank in range(4))]
+    for step in range(1, 600):
+        task, block = random.choice(tasks), random.choice(blocks)
+        ratio = random.uniform(0.95, 1.05) * (1.6 if 2 in block.ranks else 1.0)
+        seconds = task.request.step_s[block.degree] * ratio
+        task.last, task.phase = None, "running"
+        scheduler._compare(task, Event("step", task.id, 0.0, block, step=step, seconds=seconds))
+        assert scheduler.step_ratios[block.first] == pytest.approx(ratio)
+    slow = scheduler.pace.culprit
+    assert (slow.place, slow.cause) == (2, "slow rank") and 1.5 < slow.ratio < 1.7
+    assert 0.3 < slow.share < 0.45

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.utils.data import ChainDataset, Dataset
 
 from bascule import ConfigError
+from bascule.data.gain import Gain
 from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack
 from bascule.plan.limits import Limits
 from bascule.transformers.trainer import (
     BalanceConfig,
+    BalancedTrainerMixin,
     Columns,
     TrainLoader,
     check_packs,
@@ -306,3 +308,30 @@ def test_models_that_see_images_separate_samples_by_their_own_positions(name: st
         return
     with pytest.raises(ConfigError, match="no mm_token_type_ids"):
         inputs_of_pack(make_pack([sample], pack), pack, model)
+
+
+def test_the_log_names_a_slow_rank_by_its_cause() -> None:
+    class Host:
+        def log(self, logs: dict[str, float]) -> None:
+            logs["host"] = 1.0
+
+    class Balanced(BalancedTrainerMixin, Host):  # pyright: ignore
+        pass
+
+    did: dict[str, Any] = {"sent_bytes": 8, "slow_share": 0.25}
+    for slow, cause, wanted in (
+        (None, "none", {}),
+        (3, "slow rank", {"bascule_slow_rank": 3, "bascule_slow_share": 0.25}),
+        (0, "loader", {"bascule_slow_loader": 0, "bascule_slow_share": 0.25}),
+    ):
+        metrics = did | {"slow_rank": slow, "slow_cause": cause}
+        loader = object.__new__(TrainLoader)
+        loader.balanced, loader.gain = (
+            cast(Any, SimpleNamespace(metrics=lambda x=metrics: x)),
+            Gain(),
+        )
+        trainer = object.__new__(Balanced)
+        trainer.callback_handler = cast(Any, SimpleNamespace(train_dataloader=loader))
+        logs = {"loss": 2.0}
+        trainer.log(logs)
+        assert logs == {"loss": 2.0, "host": 1.0, "bascule_moved_bytes": 8, **wanted}

@@ -1,6 +1,7 @@
 """A data loader that gives every rank the same work: samples move while the model computes."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -428,7 +429,7 @@ class BalancedLoader:
         self.close()
         begun, places = self._first, self._sources.places.tolist()
         prefetcher = self._prefetcher = self._start(begun)
-        self._progress = begun
+        self._progress, timer = begun, prefetcher.timer
         try:
             while True:
                 step, waited = prefetcher.take()
@@ -444,7 +445,13 @@ class BalancedLoader:
                     self._progress = self._progress.after(batch.step, counts, saved)
                     if self.rules.ends == "finish" or not is_void:
                         mark_lengths("batch", batch.plan, self.ranks.index)
+                        timer.begin()
                         yield batch
+                        timer.computed()
+                is_padded = any(batch.is_padding for batch in step.batches)
+                work = sum(batch.plan.loads[self.ranks.index].item() for batch in step.batches)
+                waited_s = waited[1] - waited[0]
+                timer.finish(step.batches[0].step, waited_s, math.nan if is_padded else work)
         except BaseException as error:
             # Nothing refers to the iteration any more: `break`, or an error in the loop.
             is_dropped = isinstance(error, GeneratorExit)
@@ -545,8 +552,16 @@ class BalancedLoader:
         return self._redistributor.terms[-1].cost
 
     def metrics(self) -> dict[str, Any]:
-        """Return the `LoaderMetrics` of this loader so far on this rank, as a dict."""
-        return dataclasses.asdict(self._metrics)
+        """Return the `LoaderMetrics` of this rank so far and `Pace.metrics`, as a dict."""
+        return dataclasses.asdict(self._metrics) | self._redistributor.pace.metrics()
+
+    def computed(self) -> None:
+        """Note that this rank has computed on its microbatch; what follows may wait for others.
+
+        On a GPU, call it after the forward pass, so that `metrics` can name a slow rank.
+        """
+        if self._prefetcher is not None:
+            self._prefetcher.timer.computed()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same on every rank: save it once, on any of them."""

@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import ask, leave, read
 from bascule.comm.groups import RankGroup, new_group, set_timeout, this_world
 from bascule.data.source import Reading
+from bascule.data.step_timer import StepTimer
 from bascule.data.steps import CLOSING, ClosedError, ReadyStep, Redistributor, load
 from bascule.errors import CommError, ConfigError, PlanError
 
@@ -144,6 +146,7 @@ class Prefetcher:
         self._error: BaseException | None = None  # that ended the thread
         self._left: Departure | None = None
         self.num_dropped = 0
+        self.timer = StepTimer()
         self._thread = threading.Thread(target=self._run, name="bascule loader", daemon=True)
         atexit.register(self._close_at_exit)
         self._thread.start()
@@ -237,15 +240,21 @@ class Prefetcher:
 
     def _make_all(self) -> None:
         rules, saves = self._redistributor.rules, self._redistributor.saves
+        moving_s = np.nan
         for step in itertools.count(self._first):
             loaded = CLOSING
             if self._has_room():
+                since = time.perf_counter()
                 loaded = load(self._reading, rules, loads=self._loads, saves=saves(step))
+                input_s = time.perf_counter() - since if self._loads else 0.0
+                times = self.timer.take(input_s, moving_s)
+                loaded = replace(loaded, times=times)
             made = self._redistributor.step(step, loaded)
             if made is None:
                 if rules.ends == "drop_last" and loaded.offer is not None:
                     self.num_dropped = loaded.offer.lens.size + self._reading.num_unread
                 return
+            moving_s = made.moving_s
             with self._changed:
                 self._ready.append(made)
                 self._changed.notify_all()

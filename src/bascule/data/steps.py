@@ -22,6 +22,7 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
 from bascule.comm.route import BoundRoute, move
+from bascule.data.slow_rank import NO_TIMES, Pace
 from bascule.data.source import Reading, Sample, Saved, whole_number, words_of
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.machine.costs import Cost, unit_seconds
@@ -140,13 +141,15 @@ class Load:
     num_items: Sequence[int] = ()  # that the loader gave, before `unpack`, by microbatch
     num_missing: int = 0  # items that are None
     saved: Saved = (0, words_of(None))  # before the step
+    times: Sequence[float] | Floats = NO_TIMES  # see `slow_rank`
     error: Exception | None = None
 
     def words(self, cost_version: int) -> Ints:
-        """Describe samples in integers: `_HEAD`, M numbers of items, offer, state of the loader."""
+        """Describe samples in integers: `_HEAD`, M numbers of items, times, offer, and state."""
         head = [self.flags, cost_version, self.saved[0], self.saved[1].size, *self.num_items]
         offer = [] if self.offer is None else [self.offer.to_words()]
-        return np.concatenate([np.array(head, np.int64), *offer, self.saved[1]])
+        times = np.array(self.times).view(np.int64)
+        return np.concatenate([np.array(head, np.int64), times, *offer, self.saved[1]])
 
 
 _HEAD = 4  # flags, newest cost model, samples of the pass before the state, words of the state
@@ -239,6 +242,7 @@ class Loaded:
     cost_version: int  # the newest cost model that all ranks of the group know
     num_items: Ints  # (M, D) of their loaders
     saved: list[Saved]  # (D,) of their loaders
+    times: Floats  # (G, 7) of all ranks of the group, see `slow_rank`
     offer: Offer
 
     @classmethod
@@ -246,10 +250,12 @@ class Loaded:
         """Join the words of all ranks of the group."""
         size, leaders = _HEAD + accumulate, ranks.leaders
         heads = np.stack([words[:size] for words in gathered], axis=1)
+        end = size + len(NO_TIMES)
+        times = np.stack([words[size:end] for words in gathered]).view(np.float64)
         words = [gathered[leader] for leader in leaders.tolist()]
         numbers = heads[0, leaders], int(heads[1].min()), heads[_HEAD:, leaders]
         saved = [(int(x[2]), x[x.size - x[3] :]) for x in words]
-        return cls(*numbers, saved, Offer.from_words([x[size:] for x in words]))
+        return cls(*numbers, saved, times, Offer.from_words([x[end:] for x in words]))
 
     def is_last(self, ends: Ends) -> bool:
         """Return True if no step is left."""
@@ -358,6 +364,7 @@ class ReadyStep:
     sent_bytes: int
     received_bytes: int
     exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
+    moving_s: float  # of the exchange, after the agreement
 
 
 class ClosedError(CommError):
@@ -376,6 +383,8 @@ class Redistributor:
         self.terms = [replace(terms, topology=Topology(((1, 1),), ranks.num))]  # by version
         self._epoch, self._version, self._next_saved = 0, 0, 0
         self._capacity, self._has_warned = _FIRST_CAPACITY, False
+        leaders = [ranks.group.ranks[place] for place in ranks.leaders.tolist()]
+        self.pace = Pace(leaders, says=ranks.group.rank == 0)
 
     def begin(self, group: RankGroup, epoch: int) -> None:
         """Make the steps of another iteration, in this group, with the newest cost model."""
@@ -413,6 +422,7 @@ class Redistributor:
         self._version = loaded.cost_version
         deliveries = decision.deliveries
         sent, received = int(deliveries.sent[rank]), int(deliveries.received[rank])
+        since = time.perf_counter()
         samples = self._move(step, offer, load, deliveries)
         exchange = start, time.perf_counter()
         batches, failed = list[Batch](), None
@@ -437,7 +447,7 @@ class Redistributor:
         agree(self.ranks.group, {}, failed, what=making, step=step)
         saved = loaded.saved if any(state.size for _, state in loaded.saved) else []
         numbers = loaded.num_items, load.num_missing
-        return ReadyStep(batches, *numbers, saved, sent, received, exchange)
+        return ReadyStep(batches, *numbers, saved, sent, received, exchange, exchange[1] - since)
 
     def decide(self, offer: Offer) -> Decision:
         """Plan all microbatches if that saves enough; the decision is the same on all ranks."""
@@ -511,7 +521,9 @@ class Redistributor:
                 f"ranks {', '.join(closing)} of group {self.ranks.group.name!r} closed the loader: "
                 "all ranks must leave an iteration at the same step",
             )
-        return Loaded.of(gathered, self.ranks, self.rules.accumulate)
+        loaded = Loaded.of(gathered, self.ranks, self.rules.accumulate)
+        self.pace.add(loaded.times[self.ranks.leaders], f"step {step} of epoch {self._epoch}")
+        return loaded
 
     def _warn_of_nothing(self, step: int, loaded: Loaded) -> None:
         """Warn once if an epoch has no step."""

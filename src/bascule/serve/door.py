@@ -26,6 +26,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from prometheus_client import Counter, Gauge
 from starlette.requests import ClientDisconnect
 
+from bascule.data.slow_rank import Culprit
 from bascule.serve.forms import Form, ImageForm, VideoForm, picture, prompts_of, read
 from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
@@ -336,7 +337,8 @@ class Door:
         return {"status": "ok"}
 
     async def _show_metrics(self) -> Any:
-        text = self._metrics.text(await self._call(self._service.statuses))
+        statuses = await self._call(self._service.statuses)
+        text = self._metrics.text(statuses, *await self._call(self._service.pace))
         return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
 
     async def _page(self) -> Any:
@@ -361,6 +363,10 @@ class _Metrics:
         self._now = Gauge("bascule_requests", "Requests by state", ["state"], **own)
         self._busy = Gauge("bascule_busy_ranks", "Ranks that compute", **own)
         Gauge("bascule_ranks", "Ranks", **own).set(num_ranks)
+        about = "Seconds of a rank's newest step over the prediction"
+        self._ratios = Gauge("bascule_step_ratio", about, ["rank"], **own)
+        about = "Share of a step that others wait for a slow rank"
+        self._slow = Gauge("bascule_slow_rank", about, ["rank", "cause"], **own)
 
     def count(self, status: Status) -> None:
         """Count a request that has ended."""
@@ -370,8 +376,13 @@ class _Metrics:
         if status.state == "done" and status.ended_at is not None:
             self._seconds.labels(status.kind).observe(status.ended_at - status.created_at)
 
-    def text(self, statuses: list[Status]) -> bytes:
+    def text(self, statuses: list[Status], step_ratios: list[float], slow: Culprit) -> bytes:
         """Return all metrics."""
+        for rank, ratio in enumerate(step_ratios):
+            self._ratios.labels(rank).set(ratio)
+        self._slow.clear()
+        if slow.place >= 0:
+            self._slow.labels(slow.place, slow.cause).set(slow.share)
         for state in ("waiting", "running", "paused"):
             self._now.labels(state).set(sum(status.state == state for status in statuses))
         self._busy.set(len({rank for status in statuses for rank in status.ranks}))

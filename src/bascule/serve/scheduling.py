@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+import numpy as np
+
+from bascule.data.slow_rank import NO_TIMES, STEP_S, Pace
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
 from bascule.serve.orders import Event, Orders
@@ -90,6 +93,8 @@ class Scheduler:
     Attributes:
         tasks: By id, in the order of arrival, until they are removed.
         is_closed: True if no task gets ranks any more.
+        step_ratios: Seconds of each rank's newest step over the prediction; nan before its first.
+        pace: Compares the ratios of all ranks.
     """
 
     def __init__(self, orders: Orders, policy: Policy, times: Times) -> None:
@@ -100,6 +105,9 @@ class Scheduler:
         self._planned: dict[Task, None] = {}  # tasks that are not on their planned ranks yet
         self._users: dict[int, Task] = {}  # by rank, the task that has it, or is about to
         self._moves_s = deque[float](maxlen=9)
+        self.pace = Pace(range(orders.num_ranks), says=True)
+        self.step_ratios = np.full(orders.num_ranks, np.nan)
+        self._times_of_ranks = np.tile(NO_TIMES, (orders.num_ranks, 1))
 
     def add(self, task: Task) -> None:
         """Add a task, which waits for ranks."""
@@ -361,10 +369,22 @@ class Scheduler:
             task.encoding_s = event.seconds
         else:
             task.denoising_s += event.seconds
+            self._compare(task, event)
             self._measure(task, event.block.degree, event.seconds)
         task.left = max(0, (event.num_steps or task.request.steps) - event.step)
         if task.block == event.block:
             self._predict(task)
+
+    def _compare(self, task: Task, event: Event) -> None:
+        """Compare a step with its prediction, for the ranks of its block."""
+        ranks, predicted_s = list(event.block.ranks), task.request.step_s.get(event.block.degree)
+        ratio = self.step_ratios[ranks] = event.seconds / (predicted_s or np.nan)
+        numbers = self._times_of_ranks
+        numbers[ranks] = event.step, ratio, 0.0, ratio, 1.0, 0.0, 0.0
+        if np.isfinite(numbers).all():  # each rank has had a step since the last time
+            numbers[:, STEP_S] = numbers[:, STEP_S].max()
+            self.pace.add(numbers, f"request {task.id}")
+            self._times_of_ranks = np.tile(NO_TIMES, (len(numbers), 1))
 
     def _measure(self, task: Task, degree: int, seconds: float) -> None:
         self._times.measure(task.size, degree, seconds)

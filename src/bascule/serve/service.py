@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from PIL import Image
 
+from bascule.data.slow_rank import Culprit
 from bascule.errors import ConfigError
 from bascule.generate.generating import arguments_of, check_prompt, write_media
 from bascule.generate.options import Prompt
@@ -201,6 +202,11 @@ class Service(Sink):
             tasks = self._scheduler.tasks.values()
             ids = [task.id for task in tasks if not task.is_cancelled]
             return [*self._statuses([*ids, *self._unwritten]), *self._spool.ended(_MOST_LISTED)]
+
+    def pace(self) -> tuple[list[float], Culprit]:
+        """Return `Scheduler.step_ratios`, and the rank that is slow."""
+        with self.lock:
+            return self._scheduler.step_ratios.tolist(), self._scheduler.pace.culprit
 
     def cancel(self, request_id: str) -> Status:
         """Cancel a request, unless it has ended or its output is made; Unknown if there is none."""

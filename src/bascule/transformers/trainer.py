@@ -243,8 +243,11 @@ class BalancedTrainerMixin(_Base):
         """Log `Gain.metrics` and moved bytes beside each loss of training."""
         loader: object = self.callback_handler.train_dataloader
         if isinstance(loader, TrainLoader) and "loss" in logs:
-            sent_bytes = loader.balanced.metrics()["sent_bytes"]
-            metrics = loader.gain.metrics() | {"moved_bytes": sent_bytes}
+            did = loader.balanced.metrics()
+            metrics = loader.gain.metrics() | {"moved_bytes": did["sent_bytes"]}
+            if did["slow_rank"] is not None:
+                cause = did["slow_cause"].removeprefix("slow ")
+                metrics |= {f"slow_{cause}": did["slow_rank"], "slow_share": did["slow_share"]}
             logs |= {f"bascule_{name}": value for name, value in metrics.items()}
         super().log(logs, *args, **kwargs)
 
@@ -306,6 +309,8 @@ class BalancedTrainerMixin(_Base):
         # Only with outputs if asked for: a Trainer may run the model again for them.
         options: Any = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         result: Any = super().compute_loss(model, inputs, **options)
+        if self.balanced_loader is not None:
+            self.balanced_loader.computed()  # the backward pass may wait for other processes
         loss, *outputs = result if return_outputs else (result,)
         if num_items_in_batch is None:
             loss = loss * self.loss_scale
