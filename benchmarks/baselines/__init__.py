@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from measuring import met
 
-from baselines.cases import DATA, Case, Row, score
+from baselines.cases import DATA, LONG, Case, Row, score
 from baselines.masks import mask_rows
-from baselines.policies import accumulated, bags, equal_counts, padded, whole
+from baselines.policies import accumulated, bags, equal_counts, grouped, padded, whole
 from baselines.ranks import measure
 
 WORLDS = (8, 64, 256, 1024)
+GROUPED_WORLDS = (8, 64)
 NUM_STEPS = 20
 EQUAL = 1.001
 """Makespans within this ratio are equal."""
@@ -28,13 +29,15 @@ BUSY = 1.5
 def baselines(*, jobs: int = 1, run: bool = True, quick: bool = False) -> dict[str, Any]:
     """Compare with the policies of other libraries on the same lengths and with the same cost.
 
-    Ten minutes. Decided, on 8 to 1,024 ranks, for photos, data codes, and texts, images and videos:
+    Twelve minutes. Decided, on 8 to 1,024 ranks, for photos, data codes, texts, images and videos:
 
     - whole samples: one step a global batch, ranks may have unlike numbers of samples;
     - equal counts: all ranks have as many samples;
     - padded: a batch costs its number of samples times its longest;
     - padded, accumulated: the same in steps of 8 microbatches;
     - bags: ranks may share a sequence; seconds on nodes of 8 ranks, wires and launches included;
+    - groups: microbatches of Megatron's dynamic context parallelism, on 8 and 64 ranks, data codes,
+      the mixture and long texts; a rank holds a half or an eighth of the longest sequence;
     - one sequence: pairs of a query and a key on each rank, of causal and of document masks.
 
     Makespan is over what no division of the same samples can beat, the median of twenty global
@@ -52,7 +55,9 @@ def baselines(*, jobs: int = 1, run: bool = True, quick: bool = False) -> dict[s
     is_busy = load[0] > BUSY
     measured = measure(2 if quick else 8) if run else {}
     worlds, num_steps = (WORLDS[:1], 5) if quick else (WORLDS, NUM_STEPS)
-    rows = decide_all(list(product(DATA, worlds)), num_steps, jobs)
+    of_groups = [world for world in GROUPED_WORLDS if world in worlds]
+    cases = [*product(DATA, worlds), *product([LONG], of_groups)]
+    rows = decide_all(cases, num_steps, jobs)
     masks = mask_rows(8 if quick else 20)
     for row in rows:
         shares = ("padding", "dropped", "repeated", "reordered", "moved")
@@ -61,6 +66,11 @@ def baselines(*, jobs: int = 1, run: bool = True, quick: bool = False) -> dict[s
             f"{row.policy}: {row.over_bound:.4f} ({row.over_bound_worst:.4f} at most), useful "
             f"{row.useful:.1%}, {row.plan_ms:.2f} ms"
             + "".join(f", {one} {getattr(row, one):.1%}" for one in shares if getattr(row, one))
+            + (
+                f", {row.microbatches:.0f} microbatches, without limit {row.over_free:.4f}"
+                if row.over_free
+                else ""
+            )
         )
     for row in masks:
         print(
@@ -72,6 +82,13 @@ def baselines(*, jobs: int = 1, run: bool = True, quick: bool = False) -> dict[s
             print(
                 f"{data}, {name}: {row['ratio']:.3f} of nothing (predicted {row['predicted']:.3f})"
             )
+    ours, theirs = (
+        [row for row in rows if row.over_free and row.is_ours is own] for own in (True, False)
+    )
+    most = max(row.over_bound for row in ours)
+    slower = max(own.plan_ms / their.plan_ms for own, their in zip(ours, theirs, strict=True))
+    print(f"{met(most <= 1.03)}  groups: at most {most:.3f} of the bound under their rules")
+    print(f"{met(slower <= 2.0)}  groups: plan time at most {slower:.2f} of DynamicCP's")
     kept = mark_first([replace(row) for row in rows if not row.reordered])
     for who, lost in (
         ("those that keep the samples of each step", beaten(kept, masks)),
@@ -108,7 +125,9 @@ def decide(data: str, num_ranks: int, num_steps: int) -> list[Row]:
     """All policies on one epoch."""
     torch.set_num_threads(1)
     case = Case.draw(data, num_ranks)
-    makes = (whole, equal_counts, padded, accumulated, bags)
+    makes = [] if data == LONG else [whole, equal_counts, padded, accumulated, bags]
+    if data != DATA[0] and num_ranks in GROUPED_WORLDS:
+        makes.append(grouped)
     return [score(case, policy, num_steps) for make in makes for policy in make(case, num_steps)]
 
 

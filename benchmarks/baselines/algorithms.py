@@ -332,6 +332,97 @@ class HybridContext:
             group.size, free = group.size + added, free - added
 
 
+@dataclass(frozen=True)
+class DynamicContext:
+    """Groups of ranks in which a short sequence may get more ranks than it needs.
+
+    Follows Megatron-LM's branch dev (d48bd6be0a, August 2026),
+    `megatron/core/datasets/data_schedule_utils.py`: `next_hdp_group_packing_aware`, the whole of
+    `DefaultDynamicCPScheduler` without virtual pipelines. A sequence goes, longest first, where the
+    longest load of the microbatch stays least; a load may exceed by `slack` what a rank full of
+    sequences like the longest has. Simplified: groups in place of ranks, no group is looked at once
+    none can be better (which makes it many times faster), and ranks are a power of two.
+
+    Attributes:
+        num_ranks: A power of two.
+        max_tokens: Of a pack on a rank.
+        price: Of a sequence in a group; there L^2 over ranks.
+        least: Ranks of the smallest group.
+        slack: Share by which loads may exceed the limit.
+    """
+
+    num_ranks: int
+    max_tokens: int
+    price: Price
+    least: int = 1
+    slack: float = 0.05
+
+    def steps(self, lens: Ints) -> Step:
+        """The microbatches of some sequences."""
+        left = sorted(enumerate(lens.tolist()), key=lambda entry: -entry[1])
+        step: Step = []
+        while left:
+            groups, left = self._microbatch(left)
+            step.append([[seq for seq, _ in g.members] for g in groups for _ in range(g.size)])
+        return step
+
+    def _microbatch(
+        self, left: Sequence[tuple[int, int]]
+    ) -> tuple[list[_Group], list[tuple[int, int]]]:
+        longest = left[0][1]
+        size = self._needed(longest)
+        most = self.price(longest, size) * self.max_tokens * size / longest * (1.0 + self.slack)
+        groups = [_Group(size, self.price(longest, size), [left[0]])]
+        free, reached, rest = self.num_ranks - size, groups[0].load, list[tuple[int, int]]()
+        for entry in left[1:]:
+            group, size = self._place(entry[1], groups, free, reached, most)
+            if not size:
+                rest.append(entry)
+                continue
+            if group is None:
+                group, free = _Group(size), free - size
+                groups.append(group)
+            group.members.append(entry)
+            group.load += self.price(entry[1], size)
+            reached = max(reached, group.load)
+        while free:
+            smallest = min(group.size for group in groups)
+            group = next(group for group in groups if group.size == smallest)
+            group.size, free = 2 * smallest, free - smallest
+        return groups, rest
+
+    def _needed(self, length: int) -> int:
+        return max(self.least, 1 << max(0, math.ceil(math.log2(length / self.max_tokens))))
+
+    def _place(
+        self, length: int, groups: Sequence[_Group], free: int, reached: float, most: float
+    ) -> tuple[_Group | None, int]:
+        """The group, or None for a new one, and its size; 0 if there is no place."""
+        best, found = math.inf, (None, 0)
+        size = self._needed(length)
+        while size <= self.num_ranks:
+            cost = self.price(length, size)
+            for group in groups:
+                if group.size != size or self._tokens(group) + length / size > self.max_tokens:
+                    continue
+                after = max(reached, group.load + cost)
+                if after <= most and after < best:
+                    best, found = after, (group, size)
+                    if after == reached:
+                        return found
+            after = max(reached, cost)
+            if free >= size and after <= most and after < best:
+                best, found = after, (None, size)
+                if after == reached:
+                    return found
+            size *= 2
+        return found
+
+    @staticmethod
+    def _tokens(group: _Group) -> float:
+        return sum(length / group.size for _, length in group.members)
+
+
 def cached(price: Price) -> Price:
     """The same, remembering what it was asked."""
     return lru_cache(maxsize=None)(price)

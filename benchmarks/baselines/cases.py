@@ -25,6 +25,13 @@ Enough for twenty steps of eight microbatches and one of what is left over.
 """
 BATCH_SIZE = {"photos": 4, "data codes": 4, "text, images, videos": 8}
 DATA = tuple(BATCH_SIZE)
+LONG = "LongAlign"
+GROUPED = {"longest on 2 ranks": 2, "longest on 8 ranks": 8}
+"""Kinds in which groups of ranks share packs: the ranks that the longest sequence needs."""
+
+GROUPED_BATCHES = 4
+"""Global batches whose samples make one step of these."""
+
 CODES = "g4b4i256f1s0,g1b4i512f1s0,g1b4i1024f1s0,g2b4i2048f1s0"
 """Shares of resolutions as in KnapFormer's "mixed", for 8 ranks of 4 samples each."""
 
@@ -57,6 +64,16 @@ def mixture(num: int, rng: np.random.Generator) -> Ints:
     return np.where(kind < 0.45, texts, np.where(kind < 0.85, images, videos)).astype(np.int64)
 
 
+def long_texts(num: int, rng: np.random.Generator) -> Ints:
+    """Texts as LongAlign mixes them, by its description: nine of ten short, a tail up to 64k.
+
+    90 % lognormal with a median of 1,500 tokens and a sigma of 1.1; 10 % with a median of 16,000
+    and a sigma of 0.7; cut to 32 to 65,536. Fewer than one in ten is longer than 8,192.
+    """
+    short, long = rng.lognormal(math.log(1500), 1.1, num), rng.lognormal(math.log(16000), 0.7, num)
+    return np.where(rng.random(num) < 0.1, long, short).clip(32, 65536).astype(np.int64)
+
+
 def coded(num_ranks: int, num_steps: int) -> Ints:
     """Steps of data codes one after the other, rank by rank."""
     codes = parse_data_codes(CODES)
@@ -72,7 +89,7 @@ class Case:
     """An epoch of lengths in the order of training, and the ranks.
 
     Attributes:
-        data: Which of `DATA`.
+        data: Which of `DATA`, or `LONG`.
         num_ranks: Ranks.
         lens: Tokens of each sample; batches of `batch_size` a rank follow each other.
         batch_size: Samples that a rank loads for a step.
@@ -88,14 +105,14 @@ class Case:
     @classmethod
     def draw(cls, data: str, num_ranks: int, num_batches: int = NUM_BATCHES) -> "Case":
         """The same lengths in every run."""
-        size = BATCH_SIZE[data]
+        size = BATCH_SIZE.get(data, 8)
         full = num_ranks * size
         num = num_batches * full + full // 2 + 3
-        rng = np.random.default_rng([DATA.index(data), num_ranks])
+        rng = np.random.default_rng([(*DATA, LONG).index(data), num_ranks])
         if data == "data codes":
             lens = coded(num_ranks, num_batches + 1)[:num]
         else:
-            lens = (photos if data == "photos" else mixture)(num, rng)
+            lens = {"photos": photos, LONG: long_texts}.get(data, mixture)(num, rng)
         return cls(data, num_ranks, lens, size)
 
     @property
@@ -125,6 +142,10 @@ class Case:
     def batch(self, number: int) -> Ints:
         """Indices of a global batch."""
         return np.arange(number * self.full, (number + 1) * self.full)
+
+    def most_tokens(self, degree: int) -> int:
+        """Of a rank, so that `degree` ranks hold the longest sequence."""
+        return -(-int(self.lens.max()) // degree)
 
     def home(self, samples: Ints) -> Ints:
         """The rank that loads each sample."""
@@ -220,6 +241,18 @@ def shared_bound(case: Case, samples: Ints) -> float:
     return max(float(compute.sum()) / case.num_ranks, min(case.seconds(longest, s) for s in sizes))
 
 
+def grouped_bound(case: Case, samples: Ints, most_tokens: int) -> float:
+    """The same where a rank holds so many tokens: each sample in its cheapest group that holds it.
+
+    Groups have 2^k ranks, or all; wires count, launches do not.
+    """
+    lens, least = case.lens[samples], np.full(samples.size, np.inf)
+    for size in (1 << k for k in range(case.num_ranks.bit_length())):
+        each = _bag_seconds(case, lens, size)
+        least = np.where(lens <= size * most_tokens, np.minimum(least, each.total), least)
+    return float(least.sum()) / case.num_ranks
+
+
 def padding(case: Case, step: Step) -> float:
     """Share of the tokens computed that are padding, where batches are padded."""
     batches = [case.lens[samples] for ranks in step for samples in ranks if samples]
@@ -307,6 +340,8 @@ class Row:
         over_bound: Makespan over what no division of the same samples can beat.
         useful: Work of the samples over what all ranks could have done in that time.
         plan_ms: To decide a step.
+        over_free: Over the bound without a limit of tokens, where `over_bound` knows the limit.
+        microbatches: Of a step.
     """
 
     data: str
@@ -324,6 +359,8 @@ class Row:
     reordered: float
     moved: float
     first: bool = False
+    over_free: float | None = None
+    microbatches: float = 1.0
 
     @property
     def group(self) -> tuple[str, int, str]:
@@ -333,8 +370,11 @@ class Row:
 
 def score(case: Case, policy: Policy, num_steps: int) -> Row:
     """Decide and price some steps."""
-    is_shared, is_padded = policy.kind == "bags", policy.kind.startswith("padded")
+    degree = GROUPED.get(policy.kind)
+    is_shared, is_padded = policy.kind == "bags" or degree, policy.kind.startswith("padded")
     ratios: list[float] = []
+    free: list[float] = []
+    counts: list[int] = []
     times: list[float] = []
     pads: list[float] = []
     away: list[float] = []
@@ -346,6 +386,9 @@ def score(case: Case, policy: Policy, num_steps: int) -> Row:
         if is_shared:
             samples = samples_of(step)
             taken, least = shared_makespan(case, step), shared_bound(case, samples)
+            if degree:
+                free.append(taken / least)
+                least = max(least, grouped_bound(case, samples, case.most_tokens(degree)))
             work += float(case.cluster.compute_seconds(case.cost, case.lens[samples]).sum())
         else:
             samples = samples_with_repeats(step)
@@ -353,6 +396,7 @@ def score(case: Case, policy: Policy, num_steps: int) -> Row:
             work += float(case.costs[samples].sum())
         spent += taken * case.num_ranks
         ratios.append(taken / least)
+        counts.append(len(step))
         pads.append(padding(case, step) if is_padded else 0.0)
         away.append(moved(case, step) if policy.moves else 0.0)
     return Row(
@@ -370,4 +414,6 @@ def score(case: Case, policy: Policy, num_steps: int) -> Row:
         repeated=policy.epoch.repeated,
         reordered=policy.epoch.reordered,
         moved=statistics.mean(away),
+        over_free=statistics.median(free) if free else None,
+        microbatches=statistics.median(counts),
     )

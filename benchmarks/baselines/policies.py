@@ -9,9 +9,12 @@ from bascule.data import BalancedSampler, SamplerOptions
 from bascule.machine.cluster import Cluster
 from bascule.plan.plan import plan_batch
 from bascule.plan.topology_search import suggest_topology
+from bascule.plugins.megatron_packing import DynamicPackingScheduler
 from baselines.algorithms import (
+    DynamicContext,
     HybridContext,
     Ints,
+    Price,
     Step,
     as_loaded,
     batch_rebalance,
@@ -21,6 +24,8 @@ from baselines.algorithms import (
     next_fit,
 )
 from baselines.cases import (
+    GROUPED,
+    GROUPED_BATCHES,
     Case,
     Epoch,
     Policy,
@@ -128,6 +133,32 @@ def bags(case: Case, num_steps: int) -> Iterator[Policy]:
     if ranks <= MOST_AUTO:
         auto = planned(case, "auto", case.cluster)
         yield Policy("SequenceParallel, auto", kind, auto, is_ours=True, moves=True)
+
+
+def grouped(case: Case, num_steps: int) -> Iterator[Policy]:
+    """Groups of ranks share packs, in as many microbatches as a limit of tokens makes."""
+    for kind, degree in GROUPED.items():
+        most = case.most_tokens(degree)
+        prices: list[Price] = [cached(case.seconds), lambda length, size: length * length / size]
+        theirs = [DynamicContext(case.num_ranks, most, price).steps for price in prices]
+        choices = [partial(several, case, steps) for steps in theirs]
+        yield Policy("DynamicCP", kind, best_of(case, choices, shared_makespan), moves=True)
+        scheduler = DynamicPackingScheduler(
+            most, 1, case.num_ranks, None, case.cost, cluster=case.cluster
+        )
+        plan = partial(several, case, partial(_scheduled_groups, scheduler))
+        yield Policy("DynamicPackingScheduler", kind, plan, is_ours=True, moves=True)
+
+
+def _scheduled_groups(scheduler: DynamicPackingScheduler, lens: Ints) -> Step:
+    return scheduler.get_groups_and_subsamples(list(enumerate(lens.tolist())))
+
+
+def several(case: Case, steps: Callable[[Ints], Step], number: int) -> Step:
+    """A policy that knows several global batches."""
+    first = number * GROUPED_BATCHES
+    batch = np.concatenate([case.batch(first + k) for k in range(GROUPED_BATCHES)])
+    return placed(steps(case.lens[batch]), batch)
 
 
 def loaded(case: Case, number: int) -> Step:

@@ -53,6 +53,32 @@ def test_groups_by_length_by_hand(num_ranks: int, lens: list[int], steps: Any) -
     assert module("algorithms").HybridContext(num_ranks, 10, squares).steps(np.array(lens)) == steps
 
 
+def test_groups_that_lower_the_longest_load_by_hand() -> None:
+    give = module("algorithms").DynamicContext(4, 10, squares).steps
+    # Eleven tokens need two ranks, 60.5 each. Ten alone are 100, so they get two ranks as well.
+    assert give(np.array([11, 10])) == [[[0], [0], [1], [1]]]
+    # Seven are 49 on one rank, which is no longer; four fit beside none of them within ten tokens.
+    assert give(np.array([7, 11, 7, 4])) == [[[1, 3], [1, 3], [0], [2]]]
+    assert give(np.array([9])) == [[[0]] * 4]  # idle ranks join the smallest group
+    # Two packs of ten, and one of two ranks for what is left: its load would be too long.
+    assert give(np.array([10] * 5)) == [[[0], [1], [2], [3]], [[4]] * 4]
+
+
+@pytest.mark.parametrize("data", ["LongAlign", "data codes"])
+def test_steps_of_groups_are_at_most_three_percent_over_the_bound(data: str) -> None:
+    cases, policies = module("cases"), module("policies")
+    case = cases.Case.draw(data, 8, 12)
+    made = list(policies.grouped(case, 3))
+    assert [policy.is_ours for policy in made] == [False, True] * 2
+    for theirs, ours in zip(made[::2], made[1::2], strict=True):
+        scores = [cases.score(case, policy, 3) for policy in (theirs, ours)]
+        assert 1.0 <= scores[1].over_bound <= min(1.03, scores[0].over_bound)
+        assert scores[1].over_free >= scores[1].over_bound
+        for policy in (theirs, ours):
+            samples = cases.samples_of(policy.step(1)).tolist()
+            assert sorted(samples) == list(range(4 * case.full, 8 * case.full))
+
+
 @pytest.mark.parametrize("kind", ["whole", "equal_counts", "padded", "accumulated", "bags"])
 @pytest.mark.parametrize("data", ["photos", "data codes", "text, images, videos"])
 def test_policies_keep_every_sample_of_a_step(kind: str, data: str) -> None:
@@ -109,7 +135,7 @@ def test_ours_is_first_among_who_keeps_the_samples_of_a_step() -> None:
         ours = min(row["over_bound"] for row in rows if row["is_ours"])
         least = min(row["over_bound"] for row in rows if not row["reordered"])
         assert ours <= 1.001 * least, group
-    assert len(GROUPS) == 3 * 4 * 5
+    assert len(GROUPS) == 3 * 4 * 5 + 3 * 2 * 2
 
 
 def spread(values: list[float]) -> str:
@@ -128,6 +154,8 @@ def spread(values: list[float]) -> str:
         ("| padded, one", "padded", ["one bucket a step", "batch_rebalance"]),
         ("| padded, 8", "padded, accumulated", ["one bucket a step", "batch_rebalance"]),
         ("| sequences shared", "bags", ["BalancedCP", "DpBalanced, groups"]),
+        ("| packs shared by groups, 1/8 of", "longest on 8 ranks", ["DynamicCP"]),
+        ("| the same, 1/2 of", "longest on 2 ranks", ["DynamicCP"]),
     ],
 )
 def test_the_page_says_what_was_decided(line: str, kind: str, policies: list[str]) -> None:
@@ -143,3 +171,14 @@ def test_the_page_says_what_was_decided(line: str, kind: str, policies: list[str
         assert spread(values) in text, name
     lost = sum(not any(row["first"] and row["is_ours"] for row in rows) for rows in groups)
     assert (f"ahead in {lost} of 12 cases" in text) == bool(lost)
+
+
+def test_the_page_says_both_bounds_of_groups() -> None:
+    in_groups = [row for row in RESULT["rows"] if row.get("over_free")]
+    assert len(in_groups) == 2 * 3 * 2 * 2
+    ours, theirs = (
+        spread([row["over_free"] for row in in_groups if row["is_ours"] is own])
+        for own in (True, False)
+    )
+    assert f"limit of tokens | {ours} | DynamicCP {theirs} |" in PAGE
+    assert max(row["over_bound"] for row in in_groups if row["is_ours"]) <= 1.03

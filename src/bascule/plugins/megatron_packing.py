@@ -1,17 +1,21 @@
-"""A packing scheduler: ``torchrun .. -m bascule.plugins.megatron_packing pretrain.py``.
+"""Packing schedulers: ``torchrun .. -m bascule.plugins.megatron_packing pretrain.py``.
 
-Megatron's script gets this scheduler for ``--sequence-packing-scheduler dp_balanced``.
+The script gets these schedulers for ``--sequence-packing-scheduler`` ``dp_balanced`` and
+``default_dynamic_cp``. verl: ``VERL_USE_EXTERNAL_MODULES=bascule.plugins.verl_packing``.
 """
 
 # pyright: reportMissingImports=false
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from bascule.errors import PlanError
+from bascule.errors import ConfigError, PlanError
+from bascule.machine.cluster import BagShape, Cluster, HardwareProfile
 from bascule.machine.costs import Cost, TransformerCost, evaluate
+from bascule.plan.context_groups import GroupPrices, plan_groups
 from bascule.plan.epoch import DealRules, StepShape, deal_step
 from bascule.plan.limits import Limits
 from bascule.plugins.__main__ import entered, run_script
@@ -28,7 +32,10 @@ class BalancedPackingScheduler:
         dp_size: Number of data-parallel ranks.
         microbatch_group_size_per_vp_stage: The number of microbatches is a multiple of this.
         cost: Cost model of sequences. None: a transformer sized by the config that `run` receives.
+        max_num_seqs: Not supported: Megatron's limit of sequences, for graphs of fixed shapes.
     """
+
+    is_dynamic_cp = False
 
     def __init__(
         self,
@@ -37,10 +44,15 @@ class BalancedPackingScheduler:
         dp_size: int,
         microbatch_group_size_per_vp_stage: int | None,
         cost: Cost | None = None,
+        max_num_seqs: int | None = None,
     ) -> None:
+        if max_num_seqs is not None:
+            wrong = f"thd_max_packed_sequences={max_num_seqs} limits sequences, bascule only tokens"
+            raise ConfigError(f"{wrong}: leave it out, or use Megatron's own scheduler")
         self._tokens, self._cp_size = max_seqlen_per_dp_cp_rank * cp_size, cp_size
         self._dp_size, self._cost = dp_size, cost
         self._multiple = microbatch_group_size_per_vp_stage or 1
+        self._per_node = 8
 
     def get_required_sample_keys(self) -> list[str]:
         """Return the fields of a sample that Megatron packs."""
@@ -78,14 +90,84 @@ class BalancedPackingScheduler:
 
         config = kwargs["config"] if "config" in kwargs else args[-1]
         self._cost = self._cost or TransformerCost(config.hidden_size, num_layers=config.num_layers)
+        self._per_node = max(8 // config.tensor_model_parallel_size, 1)
         return DpBalancedScheduler.run(self, *args, **kwargs)
 
 
-def main() -> None:
-    """Run a script of Megatron with this scheduler."""
-    from megatron.core.datasets.data_schedule import PackingSchedulerEnum, scheduler_map
+class DynamicPackingScheduler(BalancedPackingScheduler):
+    """A `DefaultDynamicCPScheduler` that also counts what sharing a sequence costs.
 
-    with entered(scheduler_map, PackingSchedulerEnum.DP_BALANCED, BalancedPackingScheduler):
+    Ranks form aligned groups of 2^k >= `min_cp_size` ranks, or one group of all. Each microbatch
+    has its own groups. The arguments are as in `BalancedPackingScheduler`, with a cost that knows
+    the model's width, and `cluster`, whose rates, and ranks per node over tensor-parallel ranks,
+    price the exchanges; None: nodes of eight H100.
+    """
+
+    is_dynamic_cp = True
+
+    def __init__(
+        self, *args: Any, min_cp_size: int = 1, cluster: Cluster | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._cluster, num_ranks = cluster, self._cp_size * self._dp_size
+        if min_cp_size < 1 or min_cp_size & (min_cp_size - 1) or min_cp_size > num_ranks:
+            wrong = f"min_cp_size={min_cp_size} must be a power of two, at most {num_ranks} ranks"
+            raise ConfigError(f"{wrong}: set --min-dynamic-context-parallel-size")
+        # Megatron makes groups of 2^k ranks for k below the logarithm, rounded down, of all ranks.
+        powers = (1 << k for k in range(num_ranks.bit_length() - 1))
+        self._sizes = (*(size for size in powers if size >= min_cp_size), num_ranks)
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]]
+    ) -> list[list[list[int]]]:
+        """Return the ids of sequences by microbatch and rank; ranks of a group have the same.
+
+        `sample_id_seqlens` has the id and the tokens of each sequence. PlanError: all ranks
+        together do not hold a sequence, or there are fewer sequences than microbatches must be.
+        """
+        ordered = sorted(sample_id_seqlens, key=lambda pair: -pair[1])
+        ids, lengths = np.array(ordered, dtype=np.int64).reshape(-1, 2).T
+        most = self._tokens // self._cp_size
+        if lengths.max(initial=0) > most * self._sizes[-1]:
+            wrong = (
+                f"{self._sizes[-1]} ranks of {most} tokens do not hold a sequence of {lengths[0]}"
+            )
+            least = -(-int(lengths[0]) // self._sizes[-1])
+            raise PlanError(f"{wrong}: raise --max-seqlen-per-dp-cp-rank to {least}, or cut it")
+        cost, cluster = self._cost or TransformerCost(4096), self._cluster
+        if cluster is None:
+            cluster = HardwareProfile.load("h100-datasheet").cluster(
+                self._sizes[-1], self._per_node
+            )
+        seconds, launches = np.empty((lengths.size, len(self._sizes))), np.empty(len(self._sizes))
+        for place, size in enumerate(self._sizes):
+            bag = BagShape.aligned(1, size, cluster.ranks_per_node)
+            of_all = cluster.sequence_seconds(cost, bag, lengths)
+            seconds[:, place] = (of_all.compute_s + of_all.heads_s) / size
+            launches[place] = np.max(of_all.launch_s, initial=0.0)
+        prices = GroupPrices(self._sizes, lengths, seconds, launches, most)
+        return [
+            [ids[group.members].tolist() for group in groups for _ in range(group.num_ranks)]
+            for groups in plan_groups(prices, self._multiple)
+        ]
+
+
+SCHEDULERS = {
+    "dp_balanced": BalancedPackingScheduler,
+    "default_dynamic_cp": DynamicPackingScheduler,
+}
+
+
+def main() -> None:
+    """Run a script of Megatron with these schedulers."""
+    from megatron.core.datasets.data_schedule import scheduler_map
+
+    with contextlib.ExitStack() as stack:
+        for key in list(scheduler_map):  # names, or members of an Enum of names
+            name = getattr(key, "value", key)
+            stack.enter_context(
+                entered(scheduler_map, key, SCHEDULERS.get(name, scheduler_map[key]))
+            )
         run_script()
 
 
