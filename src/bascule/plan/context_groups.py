@@ -9,12 +9,9 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import PlanError
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _LESS_WASTE = 0.003
 """A lower level, which makes more microbatches, must waste a share smaller by this."""
@@ -120,7 +117,7 @@ class _Filler:
                 return groups
         return [self._group(-1, list(range(len(self.chosen))))]
 
-    def fill(self, level: float) -> tuple[list[ContextGroup], npt.NDArray[np.bool_]]:
+    def fill(self, level: float) -> tuple[list[ContextGroup], Bools]:
         """Return groups of all ranks, and (n,) which sequences are left."""
         free, at, packs = self.sizes[-1], 0, list[tuple[int, list[int]]]()
         # By size, ascending: seconds left, tokens left, place among the packs.
