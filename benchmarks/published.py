@@ -3,6 +3,8 @@
 All are written anew for the protocol of `bascule.plan.requests`.
 """
 
+import heapq
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +38,8 @@ class Dispatch:
     """Gives each request to a replica when it arrives; replicas take one after the other.
 
     Args:
-        by: "random", "round robin", "least in flight", or "least work" (predicted).
+        by: "random", "round robin", "least in flight", "least work" (predicted), or "declared
+            cost" (llm-d-router 2053): the least that is not done, whole requests counted.
         degree: Ranks of a replica.
         seed: Of the random choice.
     """
@@ -80,10 +83,149 @@ class Dispatch:
             self._free_s[place] = rest.min() + job.seconds(self._degree)
             return firsts[place]
 
-        def in_flight(first: int) -> int:
-            return len(self._queues[first]) + (first in state.running)
+        def in_flight(first: int) -> float:
+            jobs = [*self._queues[first], *filter(None, [state.running.get(first)])]
+            return sum(map(declared_cost, jobs)) if self._by == "declared cost" else len(jobs)
 
         return min(firsts[at:] + firsts[:at], key=in_flight)
+
+
+def declared_cost(job: Job) -> float:
+    """Return steps x pixels, of a kind that is named after a side; else predicted rank-seconds."""
+    request = job.request
+    is_side = request.kind.isdecimal()
+    return request.steps * float(request.kind) ** 2 if is_side else request.work_s
+
+
+class Connections(Dispatch):
+    """Random replicas for new connections of a client that uses idle ones again.
+
+    It models a plain Kubernetes service before uvicorn, which closes connections that are idle for
+    5 s, and aiohttp, which takes the one that has been idle the longest.
+    """
+
+    def __init__(self, degree: int = 1, *, seed: int = 0) -> None:
+        super().__init__("random", degree, seed=seed)
+        self._open: list[tuple[Job, int]] = []  # the last request of a connection, its replica
+
+    def _replica(self, state: State, job: Job) -> int:
+        here = {*state.waiting, *state.running.values()}
+        idle = [(last.free_s, k) for k, (last, _) in enumerate(self._open) if last not in here]
+        idle = [entry for entry in idle if state.now_s - entry[0] <= 5.0]
+        first = self._open.pop(min(idle)[1])[1] if idle else super()._replica(state, job)
+        self._open.append((job, first))
+        return first
+
+
+class TailAware:
+    """Waiting time plus a share of the service time, the most first (vLLM-Omni, documented).
+
+    Each 20th arrival lets one of the longest requests wait for all others. With 10 to 27 waiting, a
+    beam search (four requests ahead, 16 states, six branches) chooses the next one. What the search
+    minimizes is not documented: here the longest latency of the best six, then their sum. Nothing
+    is recalled.
+    """
+
+    def __init__(self, degree: int = 1) -> None:
+        self._degree = degree
+        self._tail: set[int] = set()
+        self._credit, self._last = 0.0, -1
+        self._shortest, self._longest = NEVER, 0.0
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start normal requests, and others if no normal one waits."""
+        for job in state.after(self._last):
+            self._last, self._credit = job.number, self._credit + 0.05
+            seconds = job.seconds(self._degree)
+            self._shortest, self._longest = (
+                min(self._shortest, seconds),
+                max(self._longest, seconds),
+            )
+            is_long = seconds >= max(0.8 * self._longest, 1.5 * self._shortest)
+            if is_long and self._credit >= 1 - 1e-9:
+                self._credit -= 1
+                self._tail.add(job.number)
+        while state.waiting and (block := state.free_block(self._degree)) is not None:
+            normal = [job for job in state.waiting if job.number not in self._tail]
+            act.start(self._next(state, normal) if normal else state.waiting[-1], block)
+
+    def _next(self, state: State, normal: Sequence[Job]) -> Job:
+        is_band = 10 <= len(normal) <= 27
+        beta = 0.625 if is_band else 0.85
+
+        def risk(job: Job) -> tuple[float, int]:
+            waits_s = state.now_s - job.request.arrival_s
+            return -(waits_s + beta * job.seconds(self._degree)), job.number
+
+        line = sorted(normal, key=risk)[:6]
+        if not is_band:
+            return line[0]
+        ends = [job.free_s for job in state.running.values()]
+        ends += [state.now_s] * (state.num_ranks // self._degree - len(ends))
+        beam: list[tuple[float, float, list[int], list[float]]] = [(0.0, 0.0, [], ends)]
+        for _ in range(4):
+            grown = list[tuple[float, float, list[int], list[float]]]()
+            for longest, total, chosen, free in beam:
+                for k, job in enumerate(line):
+                    if k not in chosen:
+                        then = free.copy()
+                        heapq.heapify(then)
+                        end = max(then[0], state.now_s) + job.seconds(self._degree)
+                        heapq.heapreplace(then, end)
+                        late = end - job.request.arrival_s
+                        grown.append((max(longest, late), total + late, [*chosen, k], then))
+            beam = sorted(grown)[:16]
+        return line[beam[0][2][0]]
+
+
+class GenServe:
+    """Images pause the video with the most slack; videos take more ranks as they need them.
+
+    After the abstract and summaries of 2604.04335. Images go first, the earliest deadline first, on
+    their fewest ranks; a video takes the fewest ranks that meet its deadline, and idle ranks widen
+    the one with the least slack. A video here is what takes eight times the least work seen. Not
+    known, so not here: batches, and the dynamic program that chooses among candidates.
+    """
+
+    def __init__(self) -> None:
+        self._last, self._least = -1, NEVER
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start images, then videos; pause or widen a video."""
+        for job in state.after(self._last):
+            self._last, self._least = job.number, min(self._least, job.request.work_s)
+        for job in sorted(state.waiting, key=self._key):
+            degrees = [d for d in sorted(job.request.step_s) if state.free_block(d) is not None]
+            if not degrees:
+                self._pause(state, act, job)
+                return
+            due = job.request.deadline_s
+            fits = [d for d in degrees if state.now_s + job.seconds(d) <= due < NEVER]
+            best = min(degrees, key=job.seconds) if self._is_video(job) else degrees[0]
+            block = state.free_block(fits[0] if fits else best)
+            assert block is not None
+            act.start(job, block)
+        wide = [
+            job for job in state.running.values()
+            if job.block is not None and self._is_video(job) and job.left
+            and 2 * job.block.degree in job.request.step_s
+            and Block(job.block.first ^ job.block.degree, job.block.degree) in state.free
+            and job.free_s > job.request.deadline_s
+        ]  # fmt: skip
+        if wide:
+            act.recall(min(wide, key=lambda job: (job.request.deadline_s - job.free_s, job.number)))
+
+    def _key(self, job: Job) -> tuple[bool, float, int]:
+        return self._is_video(job), job.request.deadline_s, job.number
+
+    def _is_video(self, job: Job) -> bool:
+        return job.request.work_s >= 8 * self._least
+
+    def _pause(self, state: State, act: Starts, job: Job) -> None:
+        videos = [other for other in state.running.values() if self._is_video(other)]
+        slack = {other: other.request.deadline_s - other.free_s for other in videos}
+        if videos and not self._is_video(job):
+            act.recall(max(videos, key=lambda other: (slack[other], other.number)))
 
 
 class Pause(Queue):
@@ -250,6 +392,9 @@ _OF_DEGREES: Mapping[str, Callable[[int, int], Policy]] = {  # of a degree and a
     "round-robin": lambda degree, seed: Dispatch("round robin", degree),
     "least-in-flight": lambda degree, seed: Dispatch("least in flight", degree),
     "least-work": lambda degree, seed: Dispatch("least work", degree),
+    "declared-cost": lambda degree, seed: Dispatch("declared cost", degree),
+    "connections": lambda degree, seed: Connections(degree, seed=seed),
+    "tail-aware": lambda degree, seed: TailAware(degree),
     "pause": lambda degree, seed: Pause(degree),
 }
 _OTHERS: Mapping[str, Callable[[], Policy]] = {
@@ -257,6 +402,7 @@ _OTHERS: Mapping[str, Callable[[], Policy]] = {
     "demote": lambda: Elastic("demote"),
     "best-fit": BestFit,
     "tetriserve": TetriServe,
+    "genserve": GenServe,
     "super-p95": SuperP95,
 }
 OTHERS = *_OF_DEGREES, "rssp", *_OTHERS
@@ -437,6 +583,27 @@ def tetriserve(skew: float) -> Trace:
         for side in due
     ]
     return evenly(kinds, [float(np.exp(skew * (side / 2048) ** 2)) for side in due], 300)
+
+
+# Seconds of a picture on an H100, by side; then replicas, requests a second, and P99 in seconds of
+# a plain Kubernetes service and of routing by declared cost. Source: llm-d-router 2053, its report.
+_LLM_D_S = {512: 1.72055, 768: 2.05858, 1024: 4.14906, 1536: 13.83085}
+LLM_D = (
+    (3, 0.2545, 19.08, 14.69), (3, 0.4454, 26.82, 16.99), (3, 0.6363, 21.1, 21.31),
+    (2, 0.1697, 27.6, 15.4), (2, 0.2969, 36.0, 23.5), (2, 0.4242, 41.4, 29.1),
+)  # fmt: skip
+
+
+def llm_d(rate: float) -> list[Request]:
+    """Return the 80 requests that llm-d sent: RANDOM4 by its client's seeds, 42 and 1."""
+    steps = {512: 20, 768: 20, 1024: 25, 1536: 35}
+    sides = random.Random(42).choices(list(steps), weights=(0.15, 0.25, 0.45, 0.15), k=80)
+    apart, now, requests = random.Random(1), 0.0, list[Request]()
+    for side in sides:
+        step_s = {1: _LLM_D_S[side] / steps[side]}
+        requests.append(Request(step_s=step_s, steps=steps[side], arrival_s=now, kind=str(side)))
+        now += apart.expovariate(rate)
+    return requests
 
 
 NAMED: Mapping[str, Callable[[], Trace]] = {

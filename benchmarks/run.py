@@ -29,7 +29,7 @@ MODULES = {
     "models": ("models",),
     "encoders": ("encoders", "tiles"),
     "vlm": ("vlm",),
-    "serving": ("requests",),
+    "serving": ("requests", "policies"),
     "server": ("server",),
     "wire": ("ring", "quantize"),
     "plugins": ("plugins",),

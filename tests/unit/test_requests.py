@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -23,14 +24,18 @@ from bascule.plan.requests import (
 from bascule.plan.solver.solve import assign
 from bascule.sim.requests import Served, serve
 from benchmarks.published import (
+    LLM_D,
     NAMED,
     OTHERS,
     BestFit,
     Dispatch,
     Elastic,
+    GenServe,
     Pause,
+    TailAware,
     TetriServe,
     best_degrees,
+    llm_d,
     policy_of,
 )
 
@@ -263,6 +268,81 @@ def test_best_degree_of_each_kind() -> None:
     assert best_degrees(requests, 4) == {"512": 1, "768": 1, "1024": 4, "1536": 4}
 
 
+def least_mean(requests: Sequence[Request], num_ranks: int) -> float:
+    """The least mean of all orders and degrees of requests that come at once; none is recalled."""
+    best = float("inf")
+    for order in permutations(requests):
+        for degrees in product(*(request.step_s for request in order)):
+            free, total = [0.0] * num_ranks, 0.0
+            for request, degree in zip(order, degrees, strict=True):
+                free.sort()
+                end = free[degree - 1] + request.seconds(degree)
+                free[:degree] = [end] * degree
+                total += end
+            best = min(best, total / len(requests))
+    return best
+
+
+def test_quick_is_near_the_best_of_all_orders_and_degrees() -> None:
+    """On one rank it is the best; on two, with degrees of any gain, 5 % above on average."""
+    random, ratios = np.random.default_rng(0), list[float]()
+    for _ in range(25):
+        works = random.uniform(0.5, 9.0, 5)
+        narrow = plain(*works.tolist())
+        served = serve(narrow, Balanced(keeps_tails=False), 1)
+        assert served.latency_s.mean() == pytest.approx(least_mean(narrow, 1))
+        gain = float(random.uniform(1.1, 2.0))
+        both = [Request(step_s={1: work / 20, 2: work / 20 / gain}, steps=20) for work in works[:4]]
+        served = serve(both, Balanced(keeps_tails=False), 2)
+        ratios.append(float(served.latency_s.mean()) / least_mean(both, 2))
+    assert np.mean(ratios) < 1.05 and max(ratios) < 1.2
+
+
+def test_a_long_request_waits_thirty_times_its_own_time_for_shorter_ones_and_no_longer() -> None:
+    short = [Request(step_s={1: 0.25}, steps=4, arrival_s=0.9 * i) for i in range(400)]
+    requests = sorted([*short, wide(5, 1.0)], key=lambda request: request.arrival_s)
+    place = next(i for i, request in enumerate(requests) if request.steps == 5)
+    starved = serve(requests, Queue("srtf"), 1)
+    served = serve(requests, Balanced(keeps_tails=False), 1)
+    assert starved.latency_s[place] > 300  # it ends after all others
+    assert 31 * 5 < served.latency_s[place] < 33 * 5
+
+
+def test_quick_takes_degrees_with_which_the_ranks_keep_up() -> None:
+    """Wide degrees that cost nothing are taken under any load; others only while ranks are idle."""
+    for gain, least, most in ((2.0, 3.5, 4.0), (1.3, 1.0, 1.5)):
+        step_s = {1: 1.0, 2: 1 / gain, 4: 1 / gain**2}
+        requests = [Request(step_s=step_s, steps=10, arrival_s=2.6 * i) for i in range(80)]
+        served = serve(requests, Balanced(keeps_tails=False), 4)
+        late = slice(40, None)  # once the load is known
+        assert least <= (served.rank_s_of / served.run_s_of)[late].mean() <= most
+
+
+def test_the_routing_of_llm_d_has_its_published_latencies() -> None:
+    """Their requests, arrivals and seconds: nothing is fitted."""
+    for replicas, rate, _, published_s in LLM_D:
+        served = serve(llm_d(rate), Dispatch("declared cost"), replicas)
+        assert np.percentile(served.latency_s, 99) == pytest.approx(published_s, rel=0.035)
+        busy = Dispatch("random", seed=1)
+        assert np.percentile(serve(llm_d(rate), busy, replicas).latency_s, 99) > published_s
+
+
+def test_policies_of_2026_by_hand() -> None:
+    # Costs (steps x side^2) count whole until a request is done: the last one waits behind 36 + 4,
+    # although the replica with 64 is free sooner.
+    costs = [4.0, 3.0, 1.0, 4.0]
+    served = serve(plain(*costs, arrivals=(0.0, 0.1, 3.0, 3.05)), Dispatch("declared cost"), 2)
+    assert served.end_s.tolist() == pytest.approx([4, 3.1, 4.1, 8.1])
+    # Waiting 0.5 s and 4 s of service weigh more than 0.9 s and 1 s: 3.9 > 1.75.
+    served = serve(plain(2.0, 1.0, 4.0, arrivals=(0.0, 1.1, 1.5)), TailAware(), 1)
+    assert served.end_s.tolist() == [2, 7, 6]
+    # A video on both ranks gives one to an image at its next step, until the image is done.
+    video = replace(wide(40, deadline_s=30.0), kind="video")
+    image = Request(step_s={1: 0.5}, steps=2, arrival_s=0.25, deadline_s=2.0, kind="image")
+    served = serve([video, image], GenServe(), 2)
+    assert served.end_s.tolist() == [20.5, 1.5]
+
+
 class Recorder:
     """Takes decisions, and lets nothing run."""
 
@@ -311,7 +391,9 @@ class Counted(list[Job]):
             yield job
 
 
-@pytest.mark.parametrize("name", ["fifo", "sjf", "srtf", "pause", "greedy", "best-fit", "balanced"])
+@pytest.mark.parametrize(
+    "name", ["fifo", "sjf", "srtf", "pause", "greedy", "best-fit", "balanced", "quick"]
+)
 def test_a_long_queue_is_not_gone_through_at_each_event(name: str) -> None:
     waiting, num_decisions = Counted(), 0
     requests = [Request(step_s={1: 1.0}, steps=1 + i % 7, arrival_s=i / 100) for i in range(2000)]

@@ -172,7 +172,9 @@ def test_the_policy_of_a_server() -> None:
     with pytest.raises(ConfigError, match="'srpt' is not known: give one of fifo, sjf, srtf"):
         ServeOptions(policy="srpt").check()
     with pytest.raises(ConfigError, match="the degree of all requests can be 2, 4"):
-        ServeOptions(policy="sjf", degrees=(2, 4)).check()
+        ServeOptions(policy="sjf:1", degrees=(2, 4)).check()
+    ServeOptions(policy="sjf", degrees=(2, 4)).check()  # on two ranks each
+    assert isinstance(ServeOptions(policy="quick").make_policy([1, 2]), Balanced)
 
 
 def test_a_slow_rank_of_a_server_is_named_by_steps_against_their_prediction() -> None:

@@ -9,7 +9,7 @@ from bascule.checks import number as check_number
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Group, Outputs, Range, refuse
-from bascule.plan.requests import NEVER, SERVED, Request
+from bascule.plan.requests import NEVER, POLICIES, SERVED, Request
 from bascule.quantities import Scale, number, percent, seconds, times
 from bascule.report.charts import draw_lines
 from bascule.report.page import Chart, Fact, Format, Report, Rows
@@ -36,6 +36,7 @@ _RULES = {
     "srtf": "the shortest rest first: it interrupts long requests",
     "greedy": "the earliest deadline first, on the most free GPUs: costs GPU-seconds",
     "balanced": "the fewest GPUs that meet each deadline; idle ones speed requests up",
+    "quick": "as balanced, but the shortest rest first: long requests end later",
 }
 
 
@@ -57,7 +58,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
         ranks: Number of GPUs.
         policies: Policies to compare with the server's: fifo, sjf (the shortest first) and srtf
             (the shortest remaining time), on one GPU or, as sjf:4, on four; greedy (the earliest
-            deadline, on the fastest GPUs); balanced.
+            deadline, on the fastest GPUs); balanced; quick (the least mean, with longer tails).
         loads: Loads to simulate; 1 keeps all GPUs busy if each request uses its cheapest degree.
         rates: Requests per second instead of --loads; for --arrivals, the speed-up of the arrivals.
         degrees: Numbers of GPUs that a request may run on. Default: all.
@@ -74,7 +75,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     slo: Annotated[float, Range(1e-3, 1e6)] = 1.0
     within: Annotated[float, Range(1e-3, 1e6)] = 3.0
     ranks: Annotated[int, Range(1, 2**14), Group("Ranks and policies")] = 8
-    policies: tuple[str, ...] = ("fifo", "sjf", "srtf", "greedy", "balanced")
+    policies: tuple[str, ...] = POLICIES
     loads: tuple[float, ...] = (0.4, 0.6, 0.8, 1.0, 1.2)
     rates: tuple[float, ...] = ()
     degrees: tuple[int, ...] = ()
@@ -157,10 +158,7 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
     shown = {row.policy: row for row in rows if row.load == load}
     bound, ours = shown.pop(BOUND).figures, shown[SERVED]
     own, policies = ours.figures, list(shown.values())
-    best = max(
-        (ours, *policies),
-        key=lambda row: (ours.difference(row, "on_time"), -ours.difference(row, "mean_s")),
-    )
+    best = best_of(ours, policies)
     kinds = [key.removeprefix("degree of ") for key in own if key.startswith("degree of ")]
     gpus = ", ".join(f"{number(own[f'degree of {kind}'])} for {kind}" for kind in kinds)
     unit = Scale.of([row.figures["mean_s"] for row in rows], "s")
@@ -221,6 +219,17 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
         ),
         values={fact.key: fact.value for fact in facts}
         | {"rows": [{axis: row.load, "policy": row.policy} | row.figures for row in rows]},
+    )
+
+
+def best_of(ours: "Row", others: "Sequence[Row]") -> "Row":
+    """Return the row with the most requests on time, then the least mean; ours unless another is.
+
+    A difference counts if every draw has it, and is clear; see `Row.difference`.
+    """
+    return max(
+        (ours, *others),
+        key=lambda row: (ours.difference(row, "on_time"), -ours.difference(row, "mean_s")),
     )
 
 

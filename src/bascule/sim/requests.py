@@ -248,7 +248,7 @@ def compare(
         figures = dict[str, list[dict[str, float]]]()
         for seed in range(num_seeds):
             requests = draw(load, seed)
-            due = [_with_deadline(request, within) for request in requests]
+            due = [with_deadline(request, within) for request in requests]
             for name in policies:
                 policy = make(name, requests, num_ranks, seed)
                 served = serve(requests, policy, num_ranks, move_s=move_s)
@@ -260,7 +260,8 @@ def compare(
     return rows
 
 
-def _with_deadline(request: Request, within: float) -> Request:
+def with_deadline(request: Request, within: float) -> Request:
+    """Return a request with a deadline: its own, or a multiple of its time on the fewest ranks."""
     if request.deadline_s < NEVER:
         return request
     fastest_s = request.seconds(min(request.step_s))

@@ -45,9 +45,20 @@ class Balanced:
     From its latest start on, it precedes all others. A user's deadline is given up if no degree can
     meet it, or if it makes others miss theirs: then the request waits for others, until it has
     waited 30 times its own time.
+
+    Args:
+        keeps_tails: Give requests without a deadline latest starts. Without them, the shortest
+            rest goes first, at the degree with which the requests here end soonest on average if
+            no other comes; the ranks must keep up with it. Most requests then end earlier, and the
+            longest later; none waits for others longer than 30 times its own time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_tails: bool = True) -> None:
+        self._keeps_tails = keeps_tails
+        self._base = 0  # degree of requests without a deadline, if it is above their least
+        self._works: dict[int, float] = {}  # rank-seconds of the last requests by degree
+        self._span_s = 0.0  # in which those arrived
+        self._last_s: float | None = None  # the last arrival
         self._known: dict[int, _Known] = {}  # by number of the job
         self._last = -1
         self._virtual: list[float] = []  # times at which ranks would be free under fifo
@@ -65,10 +76,13 @@ class Balanced:
             for job in (*state.waiting, *state.running.values()):
                 if job.number in self._known:
                     self._known[job.number].step_s = _fast(job.request)
-        for job in state.after(self._last):
+        new = state.after(self._last)
+        for job in new:
             self._last = job.number
             self._admit(state, job)
             self._beside.append(job)
+        if new and not self._keeps_tails and (self._turns <= 1 or len(state.waiting) < _MANY):
+            self._set_base(state)
         needs, room, self._turns = dict[Job, int](), state.num_free, self._turns - 1
         if self._turns <= 0:
             self._beside = []
@@ -195,11 +209,48 @@ class Balanced:
             usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
             later = request.arrival_s + _TAIL * max(usual, end - request.arrival_s)
             due = min(later, request.arrival_s + _SOFT * alone_s)
+        if not self._keeps_tails:
+            self._add_work(request, step_s, state.num_ranks)
         num_here = len(state.waiting) + len(state.running)
         if len(self._known) > 2 * num_here + _MANY:  # forget ended requests
             here = {job.number for job in (*state.waiting, *state.running.values())}
             self._known = {number: self._known[number] for number in here & self._known.keys()}
         self._known[job.number] = _Known(step_s, min(step_s), due, later)
+
+    def _add_work(self, request: Request, step_s: Mapping[int, float], num_ranks: int) -> None:
+        """Count the rank-seconds of a request at each degree; earlier requests fade."""
+        fade, most = 1 - 1 / _RECENT, max(1, *self._works, min(max(step_s), num_ranks))
+        if self._last_s is not None:
+            self._span_s = fade * self._span_s + request.arrival_s - self._last_s
+        self._last_s = request.arrival_s
+        for degree in (2**k for k in range(most.bit_length())):
+            wide = _at_most(step_s, degree)
+            before = self._works.get(degree, self._works.get(degree // 2, 0.0))
+            work = wide * request.steps * step_s[wide] + request.once_s
+            self._works[degree] = fade * before + work
+
+    def _set_base(self, state: State) -> None:
+        """Set the degree at which the jobs here end soonest on average, the shortest first.
+
+        A degree counts if the ranks keep up with it, or if it costs hardly more rank-seconds.
+        """
+        best, cheapest = NEVER, min(self._works.values())
+        most = max(_BUSY * state.num_ranks * self._span_s, _HARDLY * cheapest)
+        jobs = [*state.running.values(), *state.waiting]
+        rests = [(job, job.rest(state.now_s), self._known[job.number].step_s) for job in jobs]
+        for degree, work in self._works.items():
+            if degree > 1 and work > most:
+                continue
+            needs = list[float]()
+            for job, rest, step_s in rests:
+                wide = _at_most(step_s, degree)
+                seconds = rest * step_s[wide] + job.request.once_s
+                needs.append(seconds * max(1.0, wide / degree))
+            ends, total = [0.0] * (state.num_ranks // degree), 0.0
+            for seconds in sorted(needs):
+                total += heapq.heapreplace(ends, ends[0] + seconds) + seconds
+            if total < best:
+                best, self._base = total, degree
 
     def _view(self, state: State, job: Job) -> _View:
         known, request, rest = self._known[job.number], job.request, job.rest(state.now_s)
@@ -213,7 +264,7 @@ class Balanced:
         slacks = [room - rest * step for step in step_s.values()]
         if at in step_s:
             slacks[list(step_s).index(at)] = known.due_s - job.free_s
-        need = known.narrow
+        need = _at_most(step_s, self._base)
         if request.deadline_s < NEVER:  # idle ranks widen others
             fits = (d for d, slack in zip(step_s, slacks, strict=True) if slack >= 0)
             need = next(fits, max(step_s))
@@ -242,11 +293,11 @@ class Balanced:
 
     def _order(self, state: State, job: Job, view: _View, is_lost: bool) -> Order:
         request, known = job.request, self._known[job.number]
-        if is_lost:
+        if is_lost or (request.deadline_s == NEVER and not self._keeps_tails):
             alone = request.seconds(known.narrow)
             if state.now_s - request.arrival_s - alone > _PATIENCE * alone:
                 return 0, request.arrival_s, job.number
-            return 3, view.left_s, job.number
+            return 2 + (is_lost and self._keeps_tails), view.left_s, job.number
         if request.deadline_s < NEVER:
             return 1, known.due_s, job.number
         if job.block is not None:  # the latest start that it had when it waited
@@ -281,6 +332,16 @@ class Balanced:
                 offer(job, targets[job])
 
 
+def _at_most(step_s: Mapping[int, float], degree: int) -> int:
+    """Return the largest of the ascending degrees up to `degree`, else the least."""
+    found = 0
+    for wide in step_s:
+        if found and wide > degree:
+            break
+        found = wide
+    return found
+
+
 def _fast(request: Request) -> dict[int, float]:
     """Return the seconds of a step by degree, without degrees that are no faster."""
     step_s = dict[int, float]()
@@ -293,5 +354,7 @@ def _fast(request: Request) -> dict[int, float]:
 _SOFT = 3.0  # first deadline of a request without one, in times of its own
 _TAIL = 0.97  # share of the fifo latency that is its second deadline
 _PATIENCE = 30.0  # longest wait of a request with a lost deadline, in times of its own
+_BUSY = 0.9  # most share of the ranks that a degree may keep busy
+_HARDLY = 1.05  # or most rank-seconds, in times of the cheapest degree
 _MANY = 256  # most jobs for which targets are set at each decision
 _RECENT = 1000  # latencies that are remembered

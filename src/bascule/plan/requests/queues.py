@@ -75,7 +75,7 @@ class EarliestDeadline:
             act.start(job, block)
 
 
-POLICIES = "fifo", "sjf", "srtf", "greedy", "balanced"
+POLICIES = "fifo", "sjf", "srtf", "greedy", "balanced", "quick"
 """Names of policies; the first three may end in the degree of all requests: "sjf:4"."""
 SERVED = "balanced"
 """Name of the policy that `bascule serve` uses by default."""
@@ -87,19 +87,23 @@ def policy_of(name: str, requests: Sequence[Request], num_ranks: int, seed: int 
     No policy uses the seed. ConfigError: unknown policy, or a request lacks its degree in `step_s`.
     """
     del seed
-    if name in ("greedy", "balanced"):
-        return EarliestDeadline() if name == "greedy" else Balanced()
+    if name in ("balanced", "quick"):
+        return Balanced(keeps_tails=name == "balanced")
+    if name == "greedy":
+        return EarliestDeadline()
     order, _, text = name.partition(":")
-    if order not in ("fifo", "sjf", "srtf") or not (text or "1").isdecimal():
+    if order not in ("fifo", "sjf", "srtf") or not (text or "0").isdecimal():
         names = f"{', '.join(POLICIES)}; the first three may have a degree, such as sjf:4"
         raise ConfigError(f"policy {name!r} is not known: give one of {names}")
-    return Queue(order, common_degree(name, int(text or "1"), requests, num_ranks))
+    return Queue(order, common_degree(name, int(text or "0"), requests, num_ranks))
 
 
 def common_degree(name: str, degree: int, requests: Sequence[Request], num_ranks: int) -> int:
-    """Return the degree; refuse it if a request lacks it in `step_s`."""
+    """Return the degree, for 0 the least of all requests; refuse one that a request lacks."""
     every = {d for request in requests for d in request.step_s if d <= num_ranks}
     common = {d for d in every if all(d in request.step_s for request in requests)}
+    if not degree and common:
+        return min(common)
     if degree not in common:
         degrees = ", ".join(map(str, sorted(common)))
         raise ConfigError(f"policy {name!r}: the degree of all requests can be {degrees}")
