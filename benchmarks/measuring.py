@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 
@@ -160,18 +161,24 @@ def on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int = 2) -> An
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "numpy", "scipy.optimize", "bascule.parallel"])
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as of torchrun
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(
-            _rank, (num_ranks, folder, function, args), num_ranks, start_method="forkserver"
-        )
+        of_ranks = num_ranks, store.port, folder, function, args
+        start_processes(_rank, of_ranks, num_ranks, start_method="forkserver")
         return torch.load(Path(folder) / "result", weights_only=False)
 
 
 def _rank(
-    rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    store = TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     result = function(*args)
     if rank == 0:
         torch.save(result, Path(folder) / "result")

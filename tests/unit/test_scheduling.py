@@ -5,16 +5,19 @@ import queue
 import time
 from collections.abc import Sequence
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.requests import Balanced, Block, policy_of
+from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
 from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.scheduling import Scheduler, Task
+from bascule.serve.times import RequestSize
 from bascule.sim.requests import serve
 from tests.helpers.serving import Restless, Scripted, Untaught, task_of
 
@@ -143,6 +146,69 @@ def test_requests_end_wherever_a_policy_puts_them(stuck: Sequence[str]) -> None:
         take(scheduler, orders, orders.events.qsize())
         assert not scheduler.tasks, seed
         assert not scheduler._users and scheduler.state.num_free == 4
+
+
+class Noted(Untaught):
+    """Seconds of steps that are only noted."""
+
+    def __init__(self) -> None:
+        self.seconds = list[tuple[int, float]]()
+
+    def measure(self, size: RequestSize, degree: int, seconds: float) -> None:
+        self.seconds.append((degree, seconds))
+
+
+def test_a_start_takes_from_the_order_to_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk, messages between ranks and the pipeline's call count, beside encoding."""
+    policy, orders, noted = Scripted(), Obedient(2), Noted()
+    scheduler = Scheduler(orders, policy, noted)
+    (task,) = tasks_of(scheduler, 1)
+    policy.wanted = {task.id: Block(0, 2)}
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    scheduler.decide()
+    for kind, at, step, seconds in [
+        ("step", 100.5, 0, 0.25),
+        ("step", 102.5, 1, 1.75),
+        ("halted", 102.5, 1, 0.0),
+        ("moved", 103.0, 1, 0.0),
+        ("done", 104.0, 4, 0.5),
+    ]:
+        facts: dict[str, Any] = {"step": step, "num_steps": 4, "seconds": seconds}
+        scheduler.handle(Event(kind, task.id, at, Block(0, 2), **facts))
+    assert noted.seconds == [(2, 1.75), (0, 0.5 + 0.5)]
+    assert task.encoding_s == 0.25
+
+
+def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report and the agreement before it count; a halt for orders does not."""
+    clock, reports = [0.0], list[tuple[str, float]]()
+    orders = iter([{}, {"action": "halt"}, {"action": "go on"}])  # none after the first step
+
+    def passing(seconds: float, result: Any = None) -> Any:
+        clock[0] += seconds
+        return result
+
+    def take(wait_s: float | None = None) -> Any:
+        order = next(orders, {})
+        if not order:
+            raise queue.Empty
+        return passing(50.0 if wait_s is None else 0.0, {"kind": "order", "id": "r"} | order)
+
+    engine: Any = object.__new__(Engine)
+    run: Any = SimpleNamespace(id="r", since=0.0, num_done=1, block=Block(0, 1), is_begun=False)
+    said: Any = SimpleNamespace(
+        send=lambda *_, what, seconds, **__: reports.append((what, seconds)) or passing(0.25)
+    )
+    engine._mail, engine._pipeline, engine._shares_tiles = said, SimpleNamespace(), True
+    for name, result in {"_leads": True, "_synchronize": None, "_release": None}.items():
+        monkeypatch.setattr(Engine, name, lambda *_, result=result: result)
+    monkeypatch.setattr(Engine, "_meet", lambda _, __, decision: passing(1.0, decision))
+    monkeypatch.setattr(engine, "_take", take)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    for _ in range(3):
+        passing(4.0)
+        engine._boundary(run, {})
+    assert reports == [("step", 4.0), ("step", 5.25), ("halted", 0.25), ("step", 5.0)]
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,9 @@ class Engine:
         decision, ticket = np.zeros(3, np.int64), None
         if self._leads(run):
             self._synchronize()
+            since = time.perf_counter()
             self._report(run, "step")
+            run.since = since  # the next step's seconds contain this report and agreement
             decision, ticket = self._decide(run, carried)
         action, first, degree = self._meet(run, decision).tolist()
         self._release(run)
@@ -364,7 +366,6 @@ class Engine:
             if self._leads(run):
                 self._report(run, "paused" if action == _PAUSE else "cancelled", ticket=ticket)
             raise _Left
-        run.since = time.perf_counter()
 
     def _decide(self, run: _Run, carried: Mapping[str, Any]) -> tuple[Ints, Ticket | None]:
         """Return [action, *block], and the ticket of the state for joining ranks."""
@@ -393,6 +394,7 @@ class Engine:
                 if order["kind"] != "order" or order["id"] != run.id:
                     continue
                 if order["action"] != "halt":
+                    run.since = time.perf_counter()  # halting is no step
                     return order
                 self._report(run, "halted")
                 wait_s = None

@@ -96,12 +96,12 @@ class Jobs:
             return True
         asks = self._scheduler.handle(event)
         if not task.is_cancelled:
-            if event.kind == "failed":
-                self._sink.ended(task, "failed", event.reason)
-            else:
-                self._sink.changed(task, event)
             if event.kind == "done":
                 write = self.writer.submit(self._sink.write, task, event.output)
                 self._writes[task.id] = write
                 write.add_done_callback(lambda _: self._orders.tell("written", task.id))
+            if event.kind == "failed":
+                self._sink.ended(task, "failed", event.reason)
+            else:
+                self._sink.changed(task, event)  # which waits for the disk, too
         return asks

@@ -45,6 +45,8 @@ class Task(Job):
     phase: Phase = "new"
     ticket: Ticket | None = None  # of its state, while it is paused
     last: Event | None = None
+    begun_s: float = 0.0  # monotonic time at which it got ranks
+    starting_s: float = 0.0  # from then until its first step
     encoding_s: float = 0.0
     denoising_s: float = 0.0
     stays: bool = False  # its state cannot travel
@@ -218,6 +220,7 @@ class Scheduler:
         """Let idle ranks start or continue a task."""
         before, task.phase, ticket = task.phase, "running", task.ticket
         if before == "new":
+            task.begun_s = time.monotonic()
             try:
                 ticket = self.orders.keep(task.id, task.arguments(), task.prompt.seed)
             except Exception as error:  # also one of its picture
@@ -335,7 +338,7 @@ class Scheduler:
         """Free the ranks of a task that they are done with."""
         self._leave(task)
         if event.kind == "done":
-            self._measure(task, 0, task.encoding_s + event.seconds)
+            self._measure(task, 0, task.starting_s + event.seconds)
         if task.is_cancelled or event.kind == "failed":
             del self.tasks[task.id]
         elif event.kind == "done":
@@ -366,7 +369,7 @@ class Scheduler:
 
     def _step(self, task: Task, event: Event) -> None:
         if event.step == 0:
-            task.encoding_s = event.seconds
+            task.encoding_s, task.starting_s = event.seconds, event.time - task.begun_s
         else:
             task.denoising_s += event.seconds
             self._compare(task, event)
