@@ -41,6 +41,7 @@ from bascule.plan.sparse import (
     plan_under,
 )
 from bascule.plan.sparse.choose import CallSize, Strategies
+from bascule.plan.sparse.layout import TURN_STEP, best_step
 from bascule.plan.topology import all_degrees
 from bascule.sim.sparse_study import Setting, mesh_name, study
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
@@ -50,16 +51,19 @@ from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_mask
 PLANNED = ((1, 8), (2, 4), (4, 2), (8, 1))
 """(Ulysses degree, ring degree)"""
 RHO_TARGETS = {"stripe": 1.012, "minimal": 1.005}
+LARGEST_STILL_RHO = 1.02  # of a ring's critical path, with nothing moved
 
 
 def sparse_plan(*, quick: bool = False) -> dict[str, Any]:
     """Measure how even plans of block-sparse attention get, and what moves for it.
 
     Five minutes. Synthetic masks of five layers (`bascule.workload.masks`). "before" and "paper"
-    start from runs of blocks, as in the paper; "stripe" and "minimal" from a striped home. "kept"
-    has the plans of a layer over 50 steps, by tolerance; "rewards" the paper's greedy, by reward.
-    "meshes": each layer of each step on the mesh that is predicted to be the fastest, of 16 steps
-    on several machines; gains are over the best mesh for all, by what calls are predicted to take.
+    start from runs of blocks, as in the paper; "stripe" and "minimal" from turns that the masks
+    chose; "fixed turns" and "turns by sqrt 2" did not look at masks. "families" has rings of 8 on
+    periodic and random masks (`block_families`). "kept" has the plans of a layer over 50 steps, by
+    tolerance; "rewards" the paper's greedy, by reward. "meshes": each layer of each step on the
+    mesh that is predicted to be the fastest, of 16 steps on several machines; gains are over the
+    best mesh for all, by what calls are predicted to take.
     """
     rows = list[dict[str, Any]]()
     for name, model in {"Wan2.1": WAN21, "CogVideoX1.5": COGVIDEOX15}.items():
@@ -67,6 +71,11 @@ def sparse_plan(*, quick: bool = False) -> dict[str, Any]:
         for mesh in PLANNED:
             rows += qualities(name, model.block_lens, layers, mesh)
     results: dict[str, Any] = {"quality": rows, "kept": [], "rewards": [], "meshes": []}
+    results["families"] = [
+        row | {"family": name}
+        for name, masks in block_families(8).items()
+        for row in qualities(name, np.full(len(masks[0]), 64), [masks], (8, 1), {})
+    ]
     for name, model in {"Wan2.1": WAN21, "CogVideoX1.5": COGVIDEOX15}.items():
         model = replace(model, block=SWEPT_BLOCK)
         steps = (synthetic_masks(model, step=step) for step in range(3 if quick else 50))
@@ -77,13 +86,28 @@ def sparse_plan(*, quick: bool = False) -> dict[str, Any]:
 
 
 def qualities(
-    name: str, lens: Any, layers: list[Any], mesh: tuple[int, int]
+    name: str,
+    lens: Any,
+    layers: list[Any],
+    mesh: tuple[int, int],
+    targets: dict[str, float] = RHO_TARGETS,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method on a mesh."""
-    runs, striped = BlockLayout.contiguous(lens, *mesh), BlockLayout.striped(lens, *mesh)
+
+    def dealt(step: int) -> BlockLayout:
+        return BlockLayout.striped(lens, *mesh, step)
+
+    def homes_of(step: int) -> tuple[Any, Any]:
+        ring_of = dealt(step).home // mesh[1]
+        return ring_of, ring_of
+
+    runs = BlockLayout.contiguous(lens, *mesh)
+    striped = dealt(best_step((x.sum(0, dtype=np.float64) for x in layers), mesh[0], homes_of))
     ones = BlockLayout.contiguous(np.ones_like(lens), *mesh)  # "before" counts blocks, not pairs
     planners = {
         "paper 2": (SparsePlanner(*mesh, method="paper", reward=2.0), runs),
+        "fixed turns": (SparsePlanner(*mesh, method="stripe"), dealt(0)),
+        "turns by sqrt 2": (SparsePlanner(*mesh, method="stripe"), dealt(TURN_STEP)),
         "stripe": (SparsePlanner(*mesh, method="stripe"), striped),
         "minimal": (SparsePlanner(*mesh), striped),
     }
@@ -94,9 +118,17 @@ def qualities(
         for method, (planner, home) in planners.items():
             plan = planner.plan(masks, home)
             cases[method].append((plan.imbalance, plan.critical_path_imbalance, *plan.moved))
+    most = {method: np.max(rows, axis=0) for method, rows in cases.items()}
+    if mesh[0] > 1:
+        ways = "fixed turns", "turns by sqrt 2", "stripe"
+        of_ways = ", ".join(f"{way} {most[way][1]:.3f} ({most[way][0]:.3f})" for way in ways)
+        is_even = bool(most["stripe"][1] <= LARGEST_STILL_RHO)
+        say(
+            f"{name} {mesh_name(mesh)}, nothing moved, critical path (barriers): {of_ways}", is_even
+        )
     for method, rows in cases.items():
         rho, critical, moved_q, moved_kv = np.mean(rows, axis=0).tolist()
-        worst, target = max(row[0] for row in rows), RHO_TARGETS.get(method)
+        worst, target = max(row[0] for row in rows), targets.get(method)
         say(
             f"{name} U{mesh[1]}R{mesh[0]} {method}: rho {rho:.4f} ({worst:.4f} at most), critical "
             f"path {critical:.4f}, Q moved {moved_q:.1%}, KV {moved_kv:.1%}",
@@ -113,6 +145,26 @@ def qualities(
             "moved_q": moved_q,
             "moved_kv": moved_kv,
         }
+
+
+def block_families(ring: int) -> dict[str, Any]:
+    """Return masks (H, N, N) of 64 turns that could be in tune with ranks, and random ones."""
+    place, draw = np.arange(64 * ring), np.random.default_rng(0)
+    far, families = np.abs(np.subtract.outer(place, place)), dict[str, Any]()
+    for period in (ring, 2 * ring, 3 * ring, 8 * ring):
+        row = place % period
+        near = np.abs(np.subtract.outer(row, row)) <= period / 4
+        families[f"frames of {period} blocks"] = near & (far // period <= 4)
+        families[f"frames of {period} blocks, one row sees all"] = (far < 2) | (row == 0)[:, None]
+    families |= {f"window of {window} blocks": far <= window for window in (1, ring, 4 * ring)}
+    families["causal"] = far == np.subtract.outer(place, place)
+    families["independent blocks"] = draw.random((8, *far.shape)) < 0.3
+    densities = draw.beta(1, 2, (place.size, 1))
+    families["independent rows"] = draw.random((8, *far.shape)) < densities
+    few = 12 * ring
+    densities = draw.beta(0.5, 1, (few, 1))
+    families["independent rows, few blocks"] = draw.random((8, few, few)) < densities
+    return {name: masks if masks.ndim == 3 else masks[None] for name, masks in families.items()}
 
 
 SWEPT_BLOCK, MESHES_BLOCK, SIZE = (

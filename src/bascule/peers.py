@@ -104,7 +104,9 @@ def in_place_of(
                 if tokens.stripe != sparse.dealt:
                     raise ConfigError(f"{tokens} with sparse: give it stripe={sparse.dealt}")
                 layer = attn if handle is None else handle
-                one_pass = SparsePass(layers.setdefault(layer, SparseLayers(sparse, ranks)))
+                how = {x: getattr(tokens, x) for x in ("stripe", "turn_step", "turn_skip")}
+                new = SparseLayers(sparse, ranks, dealt=how)
+                one_pass = SparsePass(layers.setdefault(layer, new))
                 lens = {str(number): length for number, length in enumerate(tokens.segments)}
                 out = one_pass.attend(one_pass.next_layer() or 0, (q, k, v), lens, scale, None)
                 one_pass.end()
@@ -167,7 +169,7 @@ def _layout(
         raise ConfigError(f"{what} has an order of its own: shard tokens by a layout, and give it")
     if sparse is not None:
         return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, stripe=sparse.dealt)
-    kind = {"zigzag": is_zigzag, "stripe": int(is_dealt), "fixed_turns": is_dealt}
+    kind = {"zigzag": is_zigzag, "stripe": int(is_dealt), "turn_step": 0}
     return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, **kind)
 
 

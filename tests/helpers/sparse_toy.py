@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bascule import HardwareProfile
 from bascule.diffusers import ParallelHandle, SparseConfig, parallelize
+from bascule.plan.sparse.choose import Strategies
 from tests.helpers.inference_cases import same, same_gradients
 from tests.helpers.inference_toy import (
     TABLE,
@@ -23,6 +25,11 @@ from tests.helpers.sparse_reference import Bools, one_process
 from tests.helpers.sparse_rules import Brute
 
 BLOCK, STEPS, LAYERS = 4, 3, 2
+# A machine on which moves of so small blocks pay.
+FREE = Strategies(
+    HardwareProfile(device="", intra_bytes_per_s=1e14, attention_flops_per_s=1e6, launch_s=0.0),
+    meshes=(),
+)
 
 
 def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
@@ -51,7 +58,8 @@ def split_toy(
     mesh: Any, kv_heads: int = 6, num_blocks: int = LAYERS, **settings: Any
 ) -> Iterator[tuple[Toy, ParallelHandle]]:
     model = make_toy(kv_heads=kv_heads, num_blocks=num_blocks)
-    config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "target": 1.005} | settings))
+    defaults = {"block": BLOCK, "tolerance": 0.0, "target": 1.005, "strategies": FREE}
+    config = SparseConfig(**(defaults | settings))
     with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:
         yield model, handle
 

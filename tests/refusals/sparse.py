@@ -64,8 +64,8 @@ def ordered(order: Any) -> BlockLayout:
 
 
 def moves_keys() -> object:
-    moving = SparsePlanner(2, 1, method="stripe")
-    return plan_under(moving.plan(MASKS, HOME, RUNS), COUNTS)
+    plan = SparsePlanner(2, 1).plan(MASKS, HOME, RUNS)
+    return plan_under(replace(plan, kv_of=1 - plan.kv_of), COUNTS)
 
 
 SCORES = torch.zeros(1, 4, 10, 3)

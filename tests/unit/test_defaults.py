@@ -21,7 +21,8 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "zigzag": False,
         "replicated": (),
         "stripe": 0,
-        "fixed_turns": False,
+        "turn_step": layout.TURN_STEP,
+        "turn_skip": 0,
     },
     packs.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {

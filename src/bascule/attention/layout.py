@@ -23,7 +23,7 @@ from bascule.comm.collectives import all_gather, reduce_scatter
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, Place, mesh_named
 from bascule.errors import ConfigError
-from bascule.plan.sparse import turns
+from bascule.plan.sparse.layout import TURN_STEP, BlockLayout, block_lens
 
 Run = tuple[int, int]  # (start, stop)
 _MARK = 16  # bytes before gathered rows; the mark takes 8 of them
@@ -62,7 +62,8 @@ class SequenceLayout:
     replicated: tuple[int, ...] = ()  # indices of the segments of which every rank has all tokens
     # tokens of a block, dealt to the ranks in turns, as block-sparse attention wants; 0 cuts runs
     stripe: int = 0
-    fixed_turns: bool = False  # whether all turns begin at rank 0, as in yunchang's striped ring
+    turn_step: int = TURN_STEP  # of `plan.sparse.turns`; 0: as in yunchang's striped ring
+    turn_skip: int = 0  # stripes before the first turn of segments that have more stripes
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # there, lengths are no plain numbers
@@ -70,6 +71,8 @@ class SequenceLayout:
             segment, degree = (each, whole, 0, len(self.segments) - 1), (whole, 1)
             degrees = {"ring_degree": degree, "ulysses_degree": degree}
             fields(self, segments=(each, whole), replicated=segment, stripe=whole, **degrees)
+            if self.stripe:
+                fields(self, turn_step=(whole, 0, 2**31), turn_skip=whole)
             if len(set(self.replicated)) < len(self.replicated):
                 raise ConfigError(f"replicated={self.replicated}: name each segment once")
         if self.stripe and (self.zigzag or self.replicated):
@@ -101,8 +104,10 @@ class SequenceLayout:
         """Return the runs that one rank answers for, by segment; no two ranks share a token."""
         if self.stripe:
             lengths = tuple([index(length) for length in self.segments])  # graphs have numbers
-            sizes = lengths, self.stripe, self.fixed_turns, self.ring_degree, self.ulysses_degree
-            return [list(runs) for runs in _striped_of(sizes, (ring, ulysses))]
+            how = self.ring_degree, self.ulysses_degree, self.turn_step, self.turn_skip
+            return [
+                list(runs) for runs in _striped_of((lengths, self.stripe, how), (ring, ulysses))
+            ]
         per_segment = 2 if self.zigzag else 1
         runs = [_part(piece, self.ulysses_degree, ulysses) for piece in self.pieces(ring)]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
@@ -151,21 +156,20 @@ def _striped_of(sizes: tuple[Any, ...], place: tuple[int, int]) -> tuple[tuple[R
 
 @lru_cache(maxsize=256)
 def _striped_runs(
-    segments: tuple[int, ...], block: int, fixed: bool, ring_degree: int, ulysses_degree: int
+    segments: tuple[int, ...], block: int, how: tuple[int, int, int, int]
 ) -> dict[tuple[int, int], list[list[Run]]]:
     """Return the runs of the blocks by (ring rank, Ulysses rank) and segment.
 
-    Blocks of a segment are dealt as by `plan.sparse.BlockLayout.striped`, or, in fixed turns, block
-    i to ring rank i mod R. The last block of a segment may be short.
+    Blocks of a segment are dealt by `plan.sparse.BlockLayout.striped`. The last block of a segment
+    may be short.
     """
-    places = list(product(range(ring_degree), range(ulysses_degree)))
+    places = list(product(range(how[0]), range(how[1])))
     runs_of = {place: [list[Run]() for _ in segments] for place in places}
     first = 0
     for segment, length in enumerate(segments):
-        for number, start in enumerate(range(first, first + length, block)):
-            rank = number % ring_degree if fixed else turns(number, ring_degree)
-            place = rank, number // ring_degree % ulysses_degree
-            runs, stop = runs_of[place][segment], min(start + block, first + length)
+        homes: list[int] = BlockLayout.striped(block_lens([length], block), *how).home.tolist()
+        for start, home in zip(range(first, first + length, block), homes, strict=True):
+            runs, stop = runs_of[divmod(home, how[1])][segment], min(start + block, first + length)
             if runs and runs[-1][1] == start:
                 start = runs.pop()[0]
             runs.append((start, stop))
@@ -230,15 +234,16 @@ def num_tokens(runs: list[Run]) -> int:
 
 def layout_text(ranks: Place, layout: SequenceLayout) -> str:
     """Write a layout on a mesh as text, without its segments."""
-    return f"{ranks.name}\n{layout.zigzag}\n{int(layout.stripe)}\n{layout.fixed_turns}"
+    numbers = f"{int(layout.stripe)} {int(layout.turn_step)} {int(layout.turn_skip)}"
+    return f"{ranks.name}\n{layout.zigzag}\n{numbers}"
 
 
 def layout_on(text: str, segments: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout]:
     """Return the mesh and the layout of a text, without replicated segments."""
-    name, zigzag, stripe, fixed = text.split("\n")
-    mesh, lens = mesh_named(name), tuple(segments)
-    kind = {"zigzag": zigzag == "True", "stripe": int(stripe), "fixed_turns": fixed == "True"}
-    return mesh, SequenceLayout(lens, *mesh.degrees, **kind)
+    name, zigzag, numbers = text.split("\n")
+    mesh, (stripe, step, skip) = mesh_named(name), map(int, numbers.split())
+    kind: Any = {"stripe": stripe, "turn_step": step, "turn_skip": skip}
+    return mesh, SequenceLayout(tuple(segments), *mesh.degrees, zigzag == "True", **kind)
 
 
 def replicated(x: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:

@@ -183,7 +183,8 @@ def _agree(
         of_mask = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
     text = (
         f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
-        f"zigzag={layout.zigzag}, stripe={layout.stripe}, fixed_turns={layout.fixed_turns}, "
+        f"zigzag={layout.zigzag}, stripe={layout.stripe}, turn_step={layout.turn_step}, "
+        f"turn_skip={layout.turn_skip}, "
         f"replicated segments {settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for "
         f"{k.shape[1]}, head_dim {q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, "
         f"scale={settings.scale}, kernel {named(settings.kernel)}, overlap={settings.overlap}, "

@@ -247,7 +247,7 @@ def explain(
     )
     if split.sparse is not None and last.sparse:
         segments = max((layer.key.segments for layer in last.sparse), key=sum)
-        dense = _mesh_cost(segments, ring, ulysses, last.shapes, split.sparse.config.dealt)
+        dense = _mesh_cost(segments, ring, ulysses, last.shapes, split.sparse.dealt)
         sent = [
             sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
             for rank, traffic in enumerate(dense.traffic)
@@ -395,11 +395,11 @@ def _mesh_cost(
     ring: int,
     ulysses: int,
     shapes: Mapping[AttentionShape, int],
-    stripe: int = 0,
+    dealt: Mapping[str, Any] | None = None,
 ) -> MeshCost:
     """Return tokens and bytes of each rank; `shapes` has a number of attentions by shape."""
     layouts = {
-        lengths: SequenceLayout(lengths, ring, ulysses, stripe=stripe)
+        lengths: SequenceLayout(lengths, ring, ulysses, **(dealt or {}))
         for lengths in {segments, *(shape.segments for shape in shapes)}
     }
     places = list(product(range(ring), range(ulysses)))

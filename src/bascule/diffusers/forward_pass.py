@@ -28,7 +28,7 @@ from bascule.attention.layout import gather_rows, take_runs
 from bascule.comm.agree import agree
 from bascule.comm.transforms import is_recorded
 from bascule.diffusers import recorded
-from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
+from bascule.diffusers.sparse_layers import SparseLayer, SparseLayers, SparsePass
 from bascule.diffusers.split_table import Cut, Input, Keys, Mask, SplitTable
 from bascule.errors import ConfigError
 from bascule.sdpa import SequenceParallelMode, as_it_is, num_modes, refuse_modes
@@ -163,9 +163,9 @@ class ForwardPass(SequenceParallelMode):
         is_eager = not torch.compiler.is_compiling()  # graphs make their own shares
         share = self._cached_shares.get((segments, lengths)) if is_eager else None
         if share is None:
-            stripe = 0 if self.sparse is None else self.sparse.layers.config.dealt
             named = dict(zip(segments, lengths, strict=True))
-            layout = layout_of(named, self.mesh, self._table, stripe)
+            layers = None if self.sparse is None else self.sparse.layers
+            layout = layout_of(named, self.mesh, self._table, layers)
             runs, num_tokens = layout.shares(*self.mesh.place), layout.num_tokens(*self.mesh.place)
             options = replace(self.options, layout=layout)
             share = Share(layout, layout.seq_len, num_tokens, runs or [(0, 0)], options)
@@ -476,9 +476,11 @@ class ForwardPass(SequenceParallelMode):
 
 
 def layout_of(
-    lengths: Mapping[str, int], mesh: AttentionMesh, table: SplitTable, stripe: int
+    lengths: Mapping[str, int], mesh: AttentionMesh, table: SplitTable, layers: SparseLayers | None
 ) -> SequenceLayout:
-    """Return the layout of segments of these lengths on a mesh; `stripe`: see `SequenceLayout`."""
+    """Return the layout of segments of these lengths on a mesh; `layers`: of sparse attention."""
+    dealt: Mapping[str, Any] = {} if layers is None else layers.dealt
+    stripe = dealt.get("stripe", 0)
     num_ranks = mesh.degrees[0] * mesh.degrees[1]
     replicated: list[int] = []  # dynamo traces no `list[int]()`
     for place, (name, length) in enumerate(lengths.items()):
@@ -492,4 +494,4 @@ def layout_of(
         if is_short or name in table.copied:
             replicated.append(place)
     sizes = tuple(lengths.values()), *mesh.degrees
-    return SequenceLayout(*sizes, stripe=stripe, replicated=tuple(replicated))
+    return SequenceLayout(*sizes, replicated=tuple(replicated), **dealt)

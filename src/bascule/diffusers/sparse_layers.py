@@ -13,9 +13,10 @@ import logging
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +25,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from bascule.arrays import Bools, Ints, cumulative
+from bascule.arrays import Bools, Ints, cumulative, num_before
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.sparse.attend import Seen, attend_sparse, gather_counts, gather_masks
+from bascule.attention.sparse.attend import (
+    Seen,
+    WholeMasks,
+    attend_sparse,
+    gather_counts,
+    gather_masks,
+)
 from bascule.attention.sparse.clusters import Clusters
 from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
 from bascule.checks import array, choice, each, fields, number, of_type, whole
@@ -36,7 +43,7 @@ from bascule.errors import ConfigError
 from bascule.machine.cluster import LIMITS
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, columns_of
-from bascule.plan.sparse.layout import Counts
+from bascule.plan.sparse.layout import Counts, best_step, turns
 from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.plan.topology import Degrees
@@ -50,7 +57,7 @@ NUM_SIZES = 4  # lengths and batches whose states are cached: two prompts at two
 STILL_TARGET = 1.02  # imbalance up to which a ring without Ulysses ranks is left as it is
 ROW_WORK = 500.0  # pairs of tokens in the time of a row, where no machine says: see the docs
 
-_NUM_SAMPLED = 32  # masks that ranks compare
+_NUM_COMPARED, _NUM_DEALT = 32, 8  # masks that ranks compare, and that choose the turns
 _LEAST_SHARE = 1e-9
 
 
@@ -78,7 +85,7 @@ class SparseConfig:
         method: How to place blocks, as for `SparsePlanner`. "paper" needs masks, or no ring;
             "in_order" does not balance, for comparison.
         stripe: Tokens that a rank gets at a time, a multiple of `block`. Default: the smallest,
-            which is the most even.
+            which is the most even; masks then choose how turns rotate.
         target: Imbalance at which "minimal_move" stops. Default: 1.005; 1.02 on a ring without
             Ulysses ranks, which needs no exchange as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
@@ -160,8 +167,9 @@ class SparseConfig:
     def planner(self, ring_degree: int, ulysses_degree: int, size: CallSize) -> SparsePlanner:
         """Return the planner of a mesh."""
         target = self.target or (STILL_TARGET if ulysses_degree == 1 else TARGET)
-        row_work = ROW_WORK if self.strategies is None else self.strategies.row_work(size)
-        options = {"method": self.method, "target": target, "row_work": row_work}
+        machine = self.strategies
+        prices = {"row_work": ROW_WORK} if machine is None else machine.prices(size)
+        options: Any = {"method": self.method, "target": target, **prices}
         return SparsePlanner(ring_degree, ulysses_degree, **options)
 
     def masks_of(self, step: int, layer: int, num_heads: int, blocks: "Blocks") -> Bools | None:
@@ -215,7 +223,7 @@ class SparseConfig:
         """Return what rows see: blocks by the masks (H, Q, C) or by the rule, and all text."""
         dense = blocks.dense
         if masks is not None:
-            return lambda rows: masks[rows.heads, rows.blocks] | dense[rows.blocks]
+            return WholeMasks(masks, 0, dense if dense.any() else None)
         rule = self.block_rule
         assert rule is not None
         text = {"q_is_text": blocks.q_is_text, "kv_is_text": blocks.kv_is_text}
@@ -278,11 +286,47 @@ def settings_of(config: SparseConfig | None) -> dict[str, str]:
 
 def _fingerprint(masks: Bools) -> str:
     """Return the shape, and a checksum of some steps and layers: all may exceed memory."""
-    steps, layers = masks.shape[:2]
-    checksum, count = 0, min(steps * layers, _NUM_SAMPLED)
-    for index in np.linspace(0, steps * layers - 1, count).round().astype(int).tolist():
-        checksum = zlib.crc32(np.packbits(masks[divmod(index, layers)]).tobytes(), checksum)
+    checksum = 0
+    for sample in _sampled(masks, _NUM_COMPARED):
+        checksum = zlib.crc32(np.packbits(sample).tobytes(), checksum)
     return f"{masks.shape}, checksum {checksum:08x}"
+
+
+def _sampled(masks: Bools, most: int) -> Iterator[Bools]:
+    """Yield the masks (H, Q, C) of some steps and layers, evenly spaced."""
+    steps, layers = masks.shape[:2]
+    count = min(steps * layers, most)
+    for index in np.linspace(0, steps * layers - 1, count).round().astype(int).tolist():
+        yield masks[divmod(index, layers)]
+
+
+@lru_cache(maxsize=8)  # a server's blocks of ranks share a config
+def _dealt(config: SparseConfig, ring_degree: int) -> dict[str, Any]:
+    """Return how a `SequenceLayout` deals tokens, as suits given masks."""
+    dealt: dict[str, Any] = {"stripe": config.dealt}
+    if config.array is None or config.stripe is not None or ring_degree == 1:
+        return dealt
+    works = [x.sum(axis=0, dtype=np.uint16) for x in _sampled(config.array, _NUM_DEALT)]
+    is_full = np.all([work == config.array.shape[2] for work in works], axis=0)
+    is_text = [is_full.all(axis=1), is_full.all(axis=0)]
+    if is_full.shape[0] == is_full.shape[1]:
+        is_text = [is_text[0] & is_text[1]] * 2
+    skip = min(
+        -(-int(x.sum()) * size // config.dealt)
+        for x, size in zip(is_text, config.blocks, strict=True)
+    )
+    # Turns go on after text, wherever it is; so its rank gets a block of the video less.
+    stripes = [
+        num_before(x.astype(np.int64)) * size // config.dealt + np.where(x, 0, skip)
+        for x, size in zip(is_text, config.blocks, strict=True)
+    ]
+
+    def homes_of(step: int) -> tuple[Ints, Ints]:
+        q, kv = (turns(stripe, ring_degree, step) for stripe in stripes)
+        return q, kv
+
+    step = best_step((work.astype(np.float64) for work in works), ring_degree, homes_of)
+    return dealt | {"turn_step": step, "turn_skip": skip}
 
 
 def _masks_of(masks: Bools | str | Path) -> Bools:
@@ -370,15 +414,23 @@ class SparseLayers:
     """States of a model's layers, for the lengths and batches of the latest passes."""
 
     def __init__(
-        self, config: SparseConfig, mesh: AttentionMesh, recorded: dict[int, Bools] | None = None
+        self,
+        config: SparseConfig,
+        mesh: AttentionMesh,
+        recorded: dict[int, Bools] | None = None,
+        *,
+        dealt: Mapping[str, Any] | None = None,
     ) -> None:
         strategies = config.strategies if mesh.whole else None
         self.config, self.mesh = config, mesh
+        self.dealt = _dealt(config, mesh.degrees[0]) if dealt is None else dealt
         self.passes = Passes()
         self._meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
         self._strategies = strategies if len(self._meshes) > 1 else None
         # By segments and batch: the states of all layers.
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
+        # By layer of the masks: step and sizes, and what rows see, with its tables.
+        self._seen: dict[int, tuple[tuple[int, LayerKey], Seen]] = {}
         self._recorded = recorded  # masks (B, H, Q, C) by layer, see `replaying`
         self.saves: Callable[[int, Bools | None], None] | None = None  # layer and masks (H, Q, C)
         self._running = deque[object](maxlen=2)  # passes of compiled code, alive for their backward
@@ -416,7 +468,14 @@ class SparseLayers:
         replayed = None if self._recorded is None else self._recorded.get(key.layer)
         if replayed is not None:
             return plan, self.mesh_of(plan), lambda rows: replayed[:, rows.heads, rows.blocks]
-        return plan, self.mesh_of(plan), self.config.seen(masks, key.layer, step, blocks)
+        array = self.config.array
+        if array is None:
+            return plan, self.mesh_of(plan), self.config.seen(None, key.layer, step, blocks)
+        place = key.layer if array.shape[1] > 1 else 0
+        same = step if len(array) > 1 else 0, replace(key, layer=place)
+        if place not in self._seen or self._seen[place][0] != same:
+            self._seen[place] = same, self.config.seen(masks, key.layer, step, blocks)
+        return plan, self.mesh_of(plan), self._seen[place][1]
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
         """Return the mesh for which a plan was made."""
@@ -499,10 +558,10 @@ class SparseLayers:
 
         def layout_of(size: int, num_heads: int) -> BlockLayout:
             lens, homes = list[Ints](), list[Ints]()
-            width = self.config.dealt // size  # blocks of a stripe
+            width, (_, *how) = self.config.dealt // size, self.dealt.values()  # blocks of a stripe
             for length in key.segments:
                 lens.append(block_lens([length], size))
-                stripes = BlockLayout.striped(lens[-1][::width], *self.mesh.degrees)
+                stripes = BlockLayout.striped(lens[-1][::width], *self.mesh.degrees, *how)
                 homes.append(stripes.home.repeat(width)[: lens[-1].size])
             order = self.config.order_of(key, num_heads)
             return BlockLayout(np.concatenate(lens), np.concatenate(homes), order)

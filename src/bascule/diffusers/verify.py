@@ -146,7 +146,7 @@ def _compare(
 ) -> Verification:
     """Compare a call's outputs with one process, and with `by_block` the outputs of all blocks."""
     assert split.way is not None
-    mesh = split.way.mesh
+    mesh, layers = split.way.mesh, split.way.sparse
     gathered = {name for gather in split.table.gathers for name in modules_of(split.model, gather)}
     expected: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
@@ -157,8 +157,8 @@ def _compare(
     def save(block: str, place: int, whole: Tensor) -> None:
         whole, cut = of_first_rank(whole, group), _cut_of(split, block, place)
         if not is_gathered(block, place) and isinstance(cut.segment, str):
-            stripe = 0 if split.sparse is None else split.sparse.config.dealt
-            layout = layout_of({cut.segment: whole.shape[cut.dim]}, mesh, split.table, stripe)
+            lengths = {cut.segment: whole.shape[cut.dim]}
+            layout = layout_of(lengths, mesh, split.table, layers)
             whole = api.split(whole, mesh, layout, cut.dim)
         expected[_name_of(split, block, place)] = whole.clone()
 

@@ -11,7 +11,7 @@ ranks.
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -192,14 +192,24 @@ _A_PLAN = "a SparsePlan, as SparsePlanner.plan makes them"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeMasks:
-    """Masks (H, Q, C) that every rank has; calling it returns some rows."""
+    """Masks (H, Q, C) that every rank has; calling it returns some rows.
+
+    While a plan is kept, calls with the same object reuse the index tables that the first one made:
+    they leave the masks alone, copy nothing to a device, and wait for none.
+    """
 
     array: Bools  # the masks
     digest: int  # of the array, which ranks compare
+    dense: Bools | None = None  # (Q, C), also seen by all heads
+    # By plan: the keys that were seen, rows of the masks, their tables, and the places of the keys.
+    made: "weakref.WeakKeyDictionary[SparseTables, tuple[Any, ...]]" = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False
+    )
 
     def __call__(self, rows: PackedRows) -> Bools:
         """Return these rows, (X, C)."""
-        return self.array[rows.heads, rows.blocks]
+        masks = self.array[rows.heads, rows.blocks]
+        return masks if self.dense is None else masks | self.dense[rows.blocks]
 
 
 def rows_of(masks: Bools | Tensor) -> WholeMasks:
@@ -306,6 +316,8 @@ def attend_sparse(
     with record_function(EXCHANGE_SPAN):
         here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)], wire)
     with record_function(MASKS_SPAN):
+        kept = seen.made.get(tables) if isinstance(seen, WholeMasks) else None
+        seen_keys = keys
         if keys is not None:
             keys = np.broadcast_to(keys, (q.shape[0], int(plan.kv.lens.sum())))
         here, index, order = (here_q.detach(), here_k.detach(), here_v.detach()), None, None
@@ -315,6 +327,8 @@ def attend_sparse(
             masks, rows_seen = groups.counts[None], groups.seen
             order, index = groups.q_order, groups.kv_order
             here_q = here_q.index_select(0, order)
+        elif kept is not None and _are_equal(kept[0], seen_keys):
+            _, masks, rows_seen, index = kept
         else:
             if isinstance(seen, BlockRule):
                 masks = _chosen(seen, tables, here, factor, keys)
@@ -325,6 +339,8 @@ def attend_sparse(
             if keys is not None:
                 of_rows = keys[:, plan.kv_rows(tables.ranks.rank).tokens(plan.kv)].ravel()
                 index = table_on(np.flatnonzero(of_rows), q.device)
+            if isinstance(seen, WholeMasks):
+                seen.made[tables] = seen_keys, masks, rows_seen, index
         if index is not None:
             here_k, here_v = (x.index_select(0, index) for x in (here_k, here_v))
         call = replace(tables.call(q, rows_seen, factor, kernel), wire=wire)
@@ -335,6 +351,10 @@ def attend_sparse(
     with record_function(EXCHANGE_SPAN):
         rows = tables.take_home(rows, wire)
     return rows.view(*q.shape[:2], -1, q.shape[3]), masks
+
+
+def _are_equal(a: Bools | None, b: Bools | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _misfit(

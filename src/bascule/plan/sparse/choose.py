@@ -139,11 +139,14 @@ class Strategies:
         far = () if self.ranks_per_node is None else ("inter_bytes_per_s",)
         self.machine.numbers_of("attention_flops_per_s", "intra_bytes_per_s", "launch_s", *far)
 
-    def row_work(self, size: CallSize) -> float:
-        """Return the pairs of tokens that a rank computes while it receives a row."""
-        names = "attention_flops_per_s", "intra_bytes_per_s"
-        flops_per_s, bytes_per_s = self.machine.numbers_of(*names)
-        return size.row_bytes / bytes_per_s * flops_per_s / (FLOPS_PER_VALUE * size.head_dim)
+    def prices(self, size: CallSize) -> dict[str, float]:
+        """Return what moves cost on the machine, `row_work` and `exchange_work` of planners."""
+        names = "attention_flops_per_s", "intra_bytes_per_s", "launch_s"
+        flops_per_s, bytes_per_s, launch_s = self.machine.numbers_of(*names)
+        pairs_per_s = flops_per_s / (FLOPS_PER_VALUE * size.head_dim)
+        exchange_s = NUM_ALL_TO_ALLS * launch_s / size.batch
+        prices_s = {"row_work": size.row_bytes / bytes_per_s, "exchange_work": exchange_s}
+        return {name: seconds * pairs_per_s for name, seconds in prices_s.items()}
 
     def seconds_of(
         self, plans: Mapping[Degrees, SparsePlan], size: CallSize

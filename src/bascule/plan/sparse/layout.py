@@ -19,6 +19,7 @@ Legend: see `sparse`; C columns (key blocks, or ring ranks).
 
 import hashlib
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -159,18 +160,43 @@ def over_mean(ends: Floats, tiles: Floats) -> float:
     return max(float(ends.max()) / mean, 1.0) if mean > 0.0 else 1.0
 
 
-def turns(blocks: Number, ring_degree: int) -> Number:
+TURN_STEP = 889_516_852
+"""Step of turns where no mask chooses another: the fraction of sqrt 2, times 2^31."""
+
+_GOLDEN = 1_327_217_885  # fraction of the golden ratio, times 2^31
+_NUM_STEPS = 64  # equal steps of a whole round of the ring that `best_step` tries
+
+
+def turns(blocks: Number, ring_degree: int, step: int = TURN_STEP) -> Number:
     """Return the ring ranks of blocks (numbers below 2^32), which turns deal one to each rank.
 
-    Turn t begins at rank floor(R frac(t sqrt 2)). If all turns began at rank 0, and frames had a
-    multiple of R blocks, a rank would get the same rows of every frame. Steps of sqrt 2 have no
-    such period (`test_turns_are_even_whatever_the_frame`).
+    Turn t begins at rank floor(R frac(t step / 2^31)): with step 0 always at rank 0, with
+    2^31 / R at rank t mod R. If all turns began at rank 0, and frames had a multiple of R blocks, a
+    rank would get the same rows of every frame. Steps of sqrt 2 have no such period
+    (`test_turns_are_even_whatever_the_frame`).
     """
-    first = blocks // ring_degree * ring_degree * _SQRT_2 >> 31
+    first = blocks // ring_degree * ring_degree * step >> 31
     return (blocks + first) % ring_degree
 
 
-_SQRT_2 = 889_516_852  # its fraction, times 2^31
+def best_step(
+    works: Iterable[Floats], ring_degree: int, homes_of: Callable[[int], tuple[Ints, Ints]]
+) -> int:
+    """Return the step of turns with which rings compute some layers' work (Q, C) soonest.
+
+    `homes_of` returns the ring ranks of query blocks and of key blocks by step. Equal rings get the
+    first step of a fixed list, so all ranks choose alike.
+    """
+    if ring_degree == 1:
+        return TURN_STEP
+    even = [-(-(k << 31) // parts) for parts in (ring_degree, _NUM_STEPS) for k in range(parts)]
+    ends = dict.fromkeys([TURN_STEP, _GOLDEN, *even], 0.0)
+    for work in works:
+        for step in ends:
+            tiles = tile_work(work, *homes_of(step), ring_degree)
+            ends[step] += float(barrier_ends(tiles) + coupled_ends(tiles))
+    return min(ends, key=lambda step: ends[step])
+
 
 MAX_RING = 2**9  # most ranks of a ring: placing its blocks takes time by their cube
 MAX_MESH_RANKS = 2**15  # most ranks of a mesh: their numbers are sorted as 16 bits
@@ -202,16 +228,25 @@ class BlockLayout:
             object.__setattr__(self, name, value if value is None else frozen(value))
 
     @classmethod
-    def striped(cls, lens: npt.ArrayLike, ring_degree: int, ulysses_degree: int) -> Self:
+    def striped(
+        cls,
+        lens: npt.ArrayLike,
+        ring_degree: int,
+        ulysses_degree: int,
+        step: int = TURN_STEP,
+        skip: int = 0,
+    ) -> Self:
         """Deal blocks to ring ranks by `turns`, and turn t to Ulysses rank t mod U.
+
+        More than `skip` blocks go on in turns after that many others, such as blocks of text.
 
         Neighbouring blocks see about equally much, so work is nearly even under any mask.
         """
         check_degrees(ring_degree, ulysses_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)
-        place = np.arange(lens.size, dtype=np.int64)
+        place = np.arange(lens.size, dtype=np.int64) + (skip if lens.size > skip else 0)
         ulysses = place // ring_degree % ulysses_degree
-        return cls(lens, turns(place, ring_degree) * ulysses_degree + ulysses)
+        return cls(lens, turns(place, ring_degree, step) * ulysses_degree + ulysses)
 
     @classmethod
     def contiguous(cls, lens: npt.ArrayLike, ring_degree: int, ulysses_degree: int) -> Self:

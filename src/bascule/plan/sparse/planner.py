@@ -22,7 +22,6 @@ from bascule.plan.sparse.layout import (
     check_masks,
     check_work,
     coupled_ends,
-    over_mean,
     ring_work,
     tile_work,
 )
@@ -210,6 +209,9 @@ def sparse_imbalance(
     return plan_under(plan, masks).imbalance
 
 
+_AMOUNTS = "cut_above", "row_work", "exchange_work"
+
+
 @dataclass(frozen=True, slots=True)
 class SparsePlanner:
     """Plan block-sparse attention on a mesh of ring x Ulysses ranks.
@@ -217,13 +219,14 @@ class SparsePlanner:
     Args:
         ring_degree: R.
         ulysses_degree: U.
-        method: "stripe" or "minimal_move", as for `partition_blocks`; or a baseline: "paper" (of
-            db-SP), or "in_order" (heads in order, no block moves).
-        target: Slowest rank over the mean of all ranks at which "minimal_move" ends. Without
-            Ulysses ranks, it moves nothing if the critical path is already that short.
+        method: "stripe" (blocks stay at home) or "minimal_move", as for `partition_blocks`; or a
+            baseline: "paper" (of db-SP), or "in_order" (heads in order, no block moves).
+        target: Slowest rank over the mean of all ranks at which "minimal_move" ends. Where no row
+            needs an exchange, it moves nothing if the critical path is already that short.
         cut_above: See `partition_heads`.
-        row_work: Pairs of tokens that a rank computes while it receives a row. A head is split only
-            if that moves more work than sending its keys and values costs.
+        row_work: Pairs of tokens that a rank computes while it receives a row. Heads are split and
+            blocks moved only if that saves more work than the exchange of rows costs.
+        exchange_work: Pairs of tokens that a rank computes while it starts a call's exchanges.
         reward: See `REWARD`; only for "paper".
     """
 
@@ -233,11 +236,12 @@ class SparsePlanner:
     target: float = TARGET
     cut_above: float = 0.01
     row_work: float = 0.0
+    exchange_work: float = 0.0
     reward: float = REWARD
 
     def __post_init__(self) -> None:
         check_degrees(self.ring_degree, self.ulysses_degree)
-        rules = {name: (number, 0.0, np.inf) for name in ("cut_above", "row_work")}
+        rules = {name: (number, 0.0, np.inf) for name in _AMOUNTS}
         fields(self, method=(choice, *PLANNERS), target=number, reward=number, **rules)
 
     def plan(
@@ -268,19 +272,44 @@ class SparsePlanner:
             return plan_under(in_order(num_heads, q, kv, *degrees, num_kv_heads), work)
         ring_of = self._rings(columns)
         matrices = columns.matrices(ring_of)
+        at_home = np.tile(kv.home // self.ulysses_degree, (self.ulysses_degree, 1))
+
+        def build(rings: list[BlockPlan]) -> SparsePlan:
+            names = "q_of", "kv_of", "tiles"
+            q_of, column_of, tiles = (np.stack([getattr(x, n) for x in rings]) for n in names)
+            kv_of = column_of if columns.are_blocks else at_home
+            return SparsePlan(*degrees, num_kv_heads, q, kv, ring_of, q_of, kv_of, tiles)
+
+        ring, homes = self.ring_degree, (columns.q_home, columns.home)
         if self.method == "paper":  # places blocks alike in all rings
-            ring, homes = self.ring_degree, (columns.q_home, columns.home)
             alike = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
             where = alike.q_of, alike.kv_of, ring
-            rings = [replace(alike, tiles=tile_work(matrix, *where)) for matrix in matrices]
-        else:
-            rings = self._placed(columns, matrices)
-        q_of, column_of, tiles = (
-            np.stack([getattr(ring, name) for ring in rings]) for name in ("q_of", "kv_of", "tiles")
+            return build([replace(alike, tiles=tile_work(matrix, *where)) for matrix in matrices])
+        still = build([BlockPlan(*homes, tile_work(matrix, *homes, ring)) for matrix in matrices])
+        if self.method == "stripe":
+            return still
+        end, mean = self._cost(still), float(still.tiles.sum()) / still.num_ranks
+        if still.is_local and end <= max(self.target * mean, mean + self._price(still)):
+            return still  # even enough, or not even perfect balance would pay for the exchange
+        moved = build(self._placed(columns, matrices))
+        return moved if self._cost(moved) <= end else still
+
+    def _cost(self, plan: SparsePlan) -> float:
+        """Return the work of the slowest rank, on which ranks wait for their neighbours alone."""
+        end = float(coupled_ends(plan.tiles).max())
+        return end if plan.is_local else end + self._price(plan)
+
+    def _price(self, plan: SparsePlan) -> float:
+        """Return the work that a rank computes while a plan's rows are exchanged.
+
+        An exchange reorders all rows of q, k, v and output, about as fast as a link sends them.
+        """
+        heads, tokens = (len(plan.ring_of), plan.num_kv_heads), (plan.q, plan.kv)
+        rows = sum(
+            2.0 * num * np.bincount(layout.home, layout.lens, plan.num_ranks)
+            for num, layout in zip(heads, tokens, strict=True)
         )
-        at_home = np.tile(kv.home // self.ulysses_degree, (self.ulysses_degree, 1))
-        kv_of = column_of if columns.are_blocks else at_home
-        return SparsePlan(*degrees, num_kv_heads, q, kv, ring_of, q_of, kv_of, tiles)
+        return self.exchange_work + self.row_work * float((rows + plan.routed_rows).max())
 
     def _check(self, columns: Columns, num_kv_heads: int) -> None:
         num_heads, num_ranks = len(columns.work), self.ulysses_degree * self.ring_degree
@@ -316,13 +345,6 @@ class SparsePlanner:
 
     def _placed(self, columns: Columns, matrices: Floats) -> list[BlockPlan]:
         """Place the blocks of each ring, from its work (U, Q, C)."""
-        if self.method == "minimal_move" and self.ulysses_degree == 1:
-            # Without Ulysses ranks, moves cost an extra exchange: they must shorten the critical
-            # path, on which ranks wait for their neighbours alone.
-            homes = columns.q_home, columns.home
-            tiles = tile_work(matrices[0], *homes, self.ring_degree)
-            if over_mean(coupled_ends(tiles), tiles) <= self.target:
-                return [BlockPlan(*homes, tiles)]
         # Rings with less work than others need not be as even.
         mean = max(float(matrices.sum()) / len(matrices), 1.0)
         least = (1.0 + self.target) / 2
@@ -330,7 +352,7 @@ class SparsePlanner:
             partition_blocks(
                 matrix,
                 self.ring_degree,
-                method=self.method,
+                method="minimal_move",
                 q_home=columns.q_home,
                 kv_home=columns.home,
                 target=max(self.target * mean / max(float(matrix.sum()), 1.0), least),
