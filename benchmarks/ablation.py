@@ -41,7 +41,7 @@ class Variant:
     axis: str = "ring"
     compiled: bool = True
     comm_dtype: Literal["int8"] | None = None
-    overlap: bool | None = None
+    overlap: bool = False
     after: str | None = None
 
 
@@ -51,7 +51,7 @@ VARIANTS = (
     Variant(BASELINE, compiled=False),
     Variant("+ compile", after=BASELINE),
     Variant("+ 8-bit wire", comm_dtype="int8", after="+ compile"),
-    Variant("Ulysses", axis="ulysses", overlap=False),
+    Variant("Ulysses", axis="ulysses"),
     Variant("+ overlap", axis="ulysses", overlap=True, after="Ulysses"),
 )
 

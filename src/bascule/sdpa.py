@@ -369,7 +369,7 @@ def context_parallel(
     replicated: Collection[int] = (),
     comm_dtype: CommDtype | None = None,
     kernel: Kernel | None = None,
-    overlap: bool | None = None,
+    overlap: bool = False,
     checked: nn.Module | None = None,
 ) -> Iterator[SequenceParallelMode]:
     """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.

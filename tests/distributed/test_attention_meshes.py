@@ -63,7 +63,7 @@ class Case:
         )
 
 
-NOW, LATER = {"overlap": True}, {"overlap": False}
+NOW = {"overlap": True}
 CASES = [
     Case((24,), batch=2),
     Case((29,)),
@@ -82,9 +82,9 @@ CASES = [
         for mask in ("key padding", "bool", "additive", "empty rows", "by head")
     ),
     Case((13,), (16, 8), "by head", 2, is_checkpointed=True),
-    Case((13,), (10, 5), "by head", options=LATER),
+    Case((13,), (10, 5), "by head"),
     Case((13,), (8, 4), "bool", 2, options={"kernel": "plain"}),
-    Case((4, 13), (9, 9), "bool", 2, options=LATER),
+    Case((4, 13), (9, 9), "bool", 2),
     *(Case((5, 18), mask=mask, batch=2, options=NOW) for mask in ("bool", "by head", "causal")),
     Case((27,), (8, 4), "causal", 2),
     Case((27,), (8, 4), "causal", options=NOW),

@@ -117,7 +117,9 @@ def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Quantized) -> None:
         mesh,
         attn_mask=mask,
         is_causal=causal,
-        options=AttentionOptions(layout=layout, comm_dtype=wire, overlap=case.get("overlap")),
+        options=AttentionOptions(
+            layout=layout, comm_dtype=wire, overlap=case.get("overlap", False)
+        ),
     )
     own_grad = torch.randn(out.shape, generator=torch.manual_seed(dist.get_rank())).to(out)
     grads = torch.autograd.grad(out, leaves, own_grad)

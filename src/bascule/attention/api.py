@@ -109,8 +109,7 @@ class AttentionOptions:
             and values in a ring; see `measure_error`. Gradients and replicated tokens keep their
             dtype. Default: all keep it.
         overlap: True overlaps Ulysses' exchanges with attention. This needs up to four more kernel
-            calls, and with a ring two more per round; not with zigzag. Default: on CPUs, without a
-            ring or 8 bits, unless tokens are few.
+            calls, and with a ring two more per round, so it pays on slow links; not with zigzag.
         scores: Windows, chunks and caps; windows and chunks need causal attention in one segment.
             Default: none.
         documents: Tokens of each document in a causal segment; no document sees another. Default:
@@ -123,7 +122,7 @@ class AttentionOptions:
     layout: SequenceLayout | None = None
     kernel: Kernel | None = None
     comm_dtype: CommDtype | None = None
-    overlap: bool | None = None
+    overlap: bool = False
     scores: Scores | None = None
     documents: tuple[int, ...] = ()
 
@@ -149,7 +148,6 @@ class AttentionOptions:
 
 
 _DEFAULT = AttentionOptions()
-_OVERLAP_FROM = 2**16  # values of q on all ranks; fewer arrive before two more kernels have started
 
 
 @shared("attention over a mesh")
@@ -271,9 +269,10 @@ def _prepare(
         num_kv = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
         sizes = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * num_kv, num_kv]
     factor = positive_scale(q.shape[-1], scale)
-    kernel, overlap = options.kernel, False
-    if not (has_sink or options.is_packed):
-        overlap = _overlaps(options, q, ranks, layout)
+    overlap = options.overlap and ranks.degrees[1] > 1 and not (has_sink or options.is_packed)
+    if overlap and layout.zigzag:
+        raise ConfigError("attention: overlap=True with a zigzag layout: leave one of them out")
+    kernel = options.kernel
     kernel = kernel.key if isinstance(kernel, FunctionKernel) else kernel
     wire_format = None if wire is None else wire.format
     window, chunk, cap = scores.key  # perhaps symbols: dynamo formats each, but no tuple of them
@@ -344,19 +343,3 @@ def _check(
                 f"attention: a mask of shape {tuple(mask.shape)} does not broadcast to (batch, "
                 f"heads, tokens, tokens) of the whole sequence, {wanted}"
             )
-
-
-def _overlaps(options: AttentionOptions, q: Tensor, ranks: Place, layout: SequenceLayout) -> bool:
-    """Return whether Ulysses exchanges while it computes; by default, where that is faster."""
-    (ring, ulysses), wanted = ranks.degrees, options.overlap
-    if ulysses == 1:
-        return False
-    if wanted and layout.zigzag:
-        raise ConfigError("attention: overlap=True with a zigzag layout: leave one of them out")
-    if wanted is not None:
-        return wanted
-    is_long = q.shape[0] * q.shape[1] * q.shape[3] * layout.seq_len >= _OVERLAP_FROM
-    is_plain = ring == 1 and options.wire is None and not layout.zigzag
-    if isinstance(options.kernel, FunctionKernel):
-        is_plain = is_plain and options.kernel.gives_lse
-    return q.device.type == "cpu" and is_plain and is_long

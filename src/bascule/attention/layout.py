@@ -22,6 +22,7 @@ from bascule.checks import each, fields, of_type, whole
 from bascule.comm.collectives import all_gather, reduce_scatter
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, Place, mesh_named
+from bascule.comm.transforms import constant_result
 from bascule.errors import ConfigError
 from bascule.plan.sparse.layout import TURN_STEP, BlockLayout, block_lens
 
@@ -148,7 +149,7 @@ class SequenceLayout:
         return list(zip([0, *ends], ends, strict=False))
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _striped_of(sizes: tuple[Any, ...], place: tuple[int, int]) -> tuple[tuple[Run, ...], ...]:
     """Return the runs of a rank as tuples, which are constants in compiled graphs."""
     return tuple(map(tuple, _striped_runs(*sizes)[place]))

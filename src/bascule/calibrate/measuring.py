@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bascule.arrays import Floats
-from bascule.attention import AttentionMesh, AttentionOptions, attention, select_kernel
+from bascule.attention import AttentionMesh, attention, select_kernel
 from bascule.calibrate.blocks import (
     BlockCall,
     block_of_each_kind,
@@ -211,11 +211,10 @@ def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device
     """Make probes of attention on one token a rank, whose time is that of the host alone."""
     dtype = _dtype(options, device)
     q = torch.randn(1, group.size, 1, 64, device=device, dtype=dtype)
-    in_turn = AttentionOptions(overlap=False)
 
     def attend(mesh: AttentionMesh) -> None:
         with torch.no_grad():
-            attention(q, q, q, mesh, options=in_turn)
+            attention(q, q, q, mesh)
 
     alone = AttentionMesh(None, None, None)
     probes = [Probe(HOST, ALONE, device.type, 0, 0.0, partial(attend, alone))]

@@ -22,6 +22,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _HOST = torch.device("cpu")
+_ASYNC = dist.AllToAllOptions()
+_ASYNC.asyncOp = True
 Tensors = Mapping[int, Tensor]  # by rank
 
 
@@ -94,11 +96,10 @@ def start_all_to_all(
         transfers = Transfers(group, where, out, into)
         staying[0].copy_(staying[1])
         return transfers.wait
-    process_group, options = group.process_group, dist.AllToAllOptions()
-    options.asyncOp = True
+    process_group = group.process_group
 
     def post(tag: int) -> dist.Work:  # torch's Python function takes as long as a small exchange
-        return process_group.alltoall_base(received, sent, recv_splits, send_splits, options)
+        return process_group.alltoall_base(received, sent, recv_splits, send_splits, _ASYNC)
 
     work = group.calls.post(where, post)
 

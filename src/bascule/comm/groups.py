@@ -59,7 +59,7 @@ class Staging(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._views: dict[Hashable, Tensor] = {}  # a view costs more than a small copy
+        self._views: dict[Hashable, Any] = {}  # a view costs more than a small copy
 
     def take(self, role: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return an uninitialised tensor of a shape, of the dtype and device of `like`."""
@@ -78,6 +78,20 @@ class Staging(threading.local):
                     self._views.clear()
                 view = self._views[key] = buffer[:num_bytes].view(like.dtype).view(shape)
         return view
+
+    def cut(
+        self, role: str, shape: Sequence[int], like: Tensor, parts_of: Callable[[Tensor], T]
+    ) -> tuple[Tensor, T]:
+        """Return a tensor as `take` does, and views of it, which are made once."""
+        key = role, shape, like.dtype, parts_of
+        entry = self._views.get(key)
+        if entry is None:
+            whole = self.take(role, shape, like)
+            with torch.inference_mode(False):
+                entry = whole, parts_of(whole)
+            if like.is_cpu:
+                self._views[key] = entry
+        return entry
 
 
 class Part(Calls):

@@ -6,22 +6,27 @@ Shapes: B batch, T tokens of a rank, S tokens of all U ranks, D head width. Tens
 (B, T, heads, D), or (T, heads, D) of packed sequences; ranks bring their tokens in rank order.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bascule.comm.collectives import start_all_to_all
-from bascule.comm.groups import Cache, RankGroup
+from bascule.comm.groups import RankGroup
 from bascule.comm.quantized import Quantized
 from bascule.traffic import HeadShares
+
+_copy_all: Callable[[list[Tensor], list[Tensor]], None]
+_copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+_clone = partial(torch.clone, memory_format=torch.contiguous_format)
 
 _NUM_SIZES = 64  # most batches, heads and widths whose sizes are remembered
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _Run(NamedTuple):
     """Consecutive ranks with equal shares of the heads."""
 
     start: int  # of their slice in the buffer of an exchange
@@ -30,17 +35,6 @@ class _Run:
     heads: list[tuple[int, int]] | None  # of each tensor, first head and number; None: all
     views: list[tuple[int, ...]]  # of each tensor, (B, T, ranks, share, D) of these heads
     shares: list[int]  # heads of each tensor that each of the ranks has
-
-    def of_buffer(self, flat: Tensor) -> Tensor:
-        """Return (B, T, ranks, share of all heads, D) of a buffer, in one operator."""
-        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start)
-
-    def of_tensors(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Return (B, T, ranks, share, D) of each tensor with the heads of all ranks."""
-        if self.heads is not None:
-            pairs = zip(xs, self.heads, strict=True)
-            xs = [x.narrow(-2, first, num_heads) for x, (first, num_heads) in pairs]
-        return list(map(Tensor.view, xs, self.views))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +47,25 @@ class _Sizes:
     whole: tuple[int, int, int, int]  # (B, S, this rank's heads of all tensors, D)
     homes: list[tuple[int, ...]]  # shape of each tensor at home
     runs: list[_Run]  # at most two, for any number of ranks
+
+    def of_buffer(self, flat: Tensor) -> list[Tensor]:
+        """Return, by run and tensor, (B, T, ranks, share, D) of a buffer."""
+        parts = list[Tensor]()
+        for run in self.runs:
+            block = flat.as_strided(run.shape, run.strides, flat.storage_offset() + run.start)
+            parts += block.split_with_sizes(run.shares, 3)
+        return parts
+
+    def of_tensors(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Return, by run and tensor, (B, T, ranks, share, D) of tensors at home."""
+        parts = list[Tensor]()
+        for run in self.runs:
+            if run.heads is None:
+                parts += map(Tensor.view, xs, run.views)
+            else:
+                of_run = zip(xs, run.heads, run.views, strict=True)
+                parts += [x.narrow(-2, *heads).view(view) for x, heads, view in of_run]
+        return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +83,14 @@ class HeadExchange:
     num_kv_heads: int = field(init=False)  # of all ranks
     first_kv_head: int = field(init=False)  # of this rank
     own_kv_heads: int = field(init=False)
-    _sizes: Cache[Hashable, _Sizes] = field(default_factory=lambda: Cache(_NUM_SIZES), repr=False)
+    _sizes: Callable[[int, int, tuple[int, ...]], _Sizes] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_kv_heads", self.shares.num_kv_heads)
         object.__setattr__(self, "first_kv_head", self.shares.first(self.group.rank))
         object.__setattr__(self, "own_kv_heads", self.shares.of(self.group.rank))
+        made = partial(_sizes_of, self.shares, self.lens, self.group.rank, self.is_packed)
+        object.__setattr__(self, "_sizes", lru_cache(_NUM_SIZES)(made))
 
     @property
     def own_tokens(self) -> slice:
@@ -96,17 +111,16 @@ class HeadExchange:
         if wire is not None:
             xs = list(map(wire.pack, xs))
         factors = tuple([x.shape[-2] // self.num_kv_heads for x in xs])
-        key = 1 if self.is_packed else xs[0].shape[0], xs[0].shape[-1], factors
-        sizes = self._sizes.get(key, lambda: self._make_sizes(*key))
-        sent = self.group.calls.staging.take("sent", sizes.sent, xs[0])
-        for run in sizes.runs:
-            torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
+        sizes = self._sizes(1 if self.is_packed else xs[0].shape[0], xs[0].shape[-1], factors)
+        staging = self.group.calls.staging
+        sent, parts = staging.cut("sent", sizes.sent, xs[0], sizes.of_buffer)
+        _copy_all(parts, sizes.of_tensors(xs))
         batch = sizes.whole[0]
         if batch == 1 and order is None and wire is None:  # it arrives where it stays
             rows = xs[0].new_empty(sizes.whole)
+            received = rows.view(-1)
         else:
-            rows = self.group.calls.staging.take("received", sizes.whole, xs[0])
-        received = rows.view(-1)
+            rows, received = staging.cut("received", sizes.whole, xs[0], torch.flatten)
         where = f"{where}: all_to_all (tokens to heads)"
         wait = start_all_to_all(self.group, where, received, sent, sizes.by_tokens, sizes.by_heads)
 
@@ -135,64 +149,74 @@ class HeadExchange:
         if wire is not None:
             rows = wire.pack(rows)
         factors = tuple([num // self.own_kv_heads for num in heads])
-        key = 1 if self.is_packed else rows.shape[0], rows.shape[-1], factors
-        sizes = self._sizes.get(key, lambda: self._make_sizes(*key))
+        sizes = self._sizes(1 if self.is_packed else rows.shape[0], rows.shape[-1], factors)
         if sizes.whole[0] > 1:
             rows = torch.cat([part.reshape(-1) for part in rows.split(list(self.lens), dim=1)])
         sent = rows.contiguous().view(-1)
-        received = self.group.calls.staging.take("received", sizes.sent, rows)
+        staging = self.group.calls.staging
+        received, parts = staging.cut("received", sizes.sent, rows, sizes.of_buffer)
         where = f"{where}: all_to_all (heads to tokens)"
         wait = start_all_to_all(self.group, where, received, sent, sizes.by_heads, sizes.by_tokens)
 
         def finish() -> list[Tensor]:
             wait()
-            outs = list(map(received.new_empty, sizes.homes))
-            for run in sizes.runs:
-                block = run.of_buffer(received)
-                parts = [block] if len(outs) == 1 else block.split_with_sizes(run.shares, 3)
-                for out, part in zip(run.of_tensors(outs), parts, strict=True):
-                    out.copy_(part)
+            if len(sizes.runs) == 1:
+                outs = list(map(Tensor.view, map(_clone, parts), sizes.homes))
+            else:
+                outs = list(map(received.new_empty, sizes.homes))
+                _copy_all(sizes.of_tensors(outs), parts)
             return outs if wire is None else [wire.unpack(out, dtype) for out in outs]
 
         return finish
 
-    def _make_sizes(self, batch: int, width: int, factors: tuple[int, ...]) -> _Sizes:
-        """Return the sizes for tensors with `factors` heads for each key-value head."""
-        shares, rank, each = self.shares, self.group.rank, sum(factors)
-        lens, tokens = self.lens, self.lens[rank]
-        home = (tokens,) if self.is_packed else (batch, tokens)
-        return _Sizes(
-            sent=(batch * tokens * each * width * shares.num_kv_heads,),
-            by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
-            by_tokens=[batch * num * each * width * self.own_kv_heads for num in lens],
-            whole=(batch, sum(lens), each * self.own_kv_heads, width),
-            homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
-            runs=self._runs(batch, tokens, factors, width),
-        )
 
-    def _runs(self, batch: int, tokens: int, factors: tuple[int, ...], width: int) -> list[_Run]:
-        runs: list[_Run] = []
-        first = start = 0
-        for num_ranks, num in (
-            (self.shares.num_more, self.shares.base + 1),
-            (self.shares.size - self.shares.num_more, self.shares.base),
-        ):
-            if not num_ranks:
-                continue
-            row, of_run = sum(factors) * num * width, num_ranks * num
-            is_all = num_ranks == self.shares.size
-            runs.append(
-                _Run(
-                    start=start,
-                    shape=(batch, tokens, num_ranks, sum(factors) * num, width),
-                    strides=(tokens * row, row, batch * tokens * row, width, 1),
-                    heads=None if is_all else [(first * f, of_run * f) for f in factors],
-                    views=[(batch, tokens, num_ranks, num * f, width) for f in factors],
-                    shares=[f * num for f in factors],
-                )
+def _sizes_of(
+    shares: HeadShares,
+    lens: Sequence[int],
+    rank: int,
+    is_packed: bool,
+    batch: int,
+    width: int,
+    factors: tuple[int, ...],
+) -> _Sizes:
+    """Return the sizes for tensors with `factors` heads for each key-value head."""
+    tokens, each, own = lens[rank], sum(factors), shares.of(rank)
+    home = (tokens,) if is_packed else (batch, tokens)
+    return _Sizes(
+        sent=(batch * tokens * each * width * shares.num_kv_heads,),
+        by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
+        by_tokens=[batch * num * each * width * own for num in lens],
+        whole=(batch, sum(lens), each * own, width),
+        homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
+        runs=_runs(shares, batch, tokens, factors, width),
+    )
+
+
+def _runs(
+    shares: HeadShares, batch: int, tokens: int, factors: tuple[int, ...], width: int
+) -> list[_Run]:
+    runs: list[_Run] = []
+    first = start = 0
+    for num_ranks, num in (
+        (shares.num_more, shares.base + 1),
+        (shares.size - shares.num_more, shares.base),
+    ):
+        if not num_ranks:
+            continue
+        row, of_run = sum(factors) * num * width, num_ranks * num
+        is_all = num_ranks == shares.size
+        runs.append(
+            _Run(
+                start=start,
+                shape=(batch, tokens, num_ranks, sum(factors) * num, width),
+                strides=(tokens * row, row, batch * tokens * row, width, 1),
+                heads=None if is_all else [(first * f, of_run * f) for f in factors],
+                views=[(batch, tokens, num_ranks, num * f, width) for f in factors],
+                shares=[f * num for f in factors],
             )
-            first, start = first + of_run, start + num_ranks * batch * tokens * row
-        return runs
+        )
+        first, start = first + of_run, start + num_ranks * batch * tokens * row
+    return runs
 
 
 def _ordered(rows: Tensor, order: Tensor | Sequence[slice]) -> Tensor:

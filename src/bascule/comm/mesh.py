@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +20,7 @@ from bascule.comm.groups import (
     this_world,
     timeout_of,
 )
+from bascule.comm.transforms import constant_result
 from bascule.errors import CommError, ConfigError
 from bascule.plan.topology import Degrees, all_degrees
 
@@ -207,7 +207,7 @@ def mesh_over(whole: RankGroup, *, ring: int, ulysses: int) -> AttentionMesh:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
     """Return the fields of `Place`: compilers accept tuples as constants, not objects."""
     # Torch 2.13 traces with a stand-in that lacks most methods.

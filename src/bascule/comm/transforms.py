@@ -1,7 +1,7 @@
 """Refuse transforms of torch: only reverse-mode gradients pass through exchanges."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch.utils.checkpoint import (
 )
 
 from bascule.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 NO_SECOND = (
     "attention, sums and samples over ranks have no second derivative: leave out create_graph, or "
@@ -74,6 +76,15 @@ def wants_gradients(xs: Sequence[object]) -> list[bool]:
     """Return for each tensor whether it requires a gradient here."""
     has_grad = torch.is_grad_enabled()
     return [has_grad and isinstance(x, Tensor) and x.requires_grad for x in xs]
+
+
+def constant_result(function: F) -> F:
+    """Mark a function as torch.compiler.assume_constant_result does, which imports all of dynamo.
+
+    The import takes over a second, also where nothing is compiled.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def is_recorded() -> bool:

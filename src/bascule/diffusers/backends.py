@@ -116,7 +116,7 @@ def chosen_backend(models: Iterable[nn.Module]) -> FunctionKernel | None:
     return backend_kernel(others[0]) if others else None
 
 
-def check_merges(kernel: Kernel | None, ring_degree: int, overlap: bool | None) -> None:
+def check_merges(kernel: Kernel | None, ring_degree: int, overlap: bool) -> None:
     """Refuse a kernel that returns no LSE if a ring or `overlap` needs it to merge parts."""
     if isinstance(kernel, FunctionKernel) and not kernel.gives_lse and (ring_degree > 1 or overlap):
         where = f"ring_degree={ring_degree}" if ring_degree > 1 else "overlap=True"

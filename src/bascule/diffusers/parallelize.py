@@ -74,7 +74,7 @@ def parallelize(
     sparse: SparseConfig | None = None,
     kernel: Kernel | None = None,
     comm_dtype: CommDtype | None = None,
-    overlap: bool | None = None,
+    overlap: bool = False,
     vae: Literal["all", "first", "own"] = "all",
     text_encoders: Literal["all", "own"] = "own",
     input_tolerance: float = 0.0,
@@ -102,7 +102,7 @@ def parallelize(
             end that `set_attention_backend` chose, else the first kernel that runs here.
         comm_dtype: "int8" or "e4m3" sends q, k, v and outputs of attention in 8 bits; `verify`
             shows the error. Default: their own dtype.
-        overlap: True overlaps Ulysses' communication with attention. Default: where that is faster.
+        overlap: True overlaps Ulysses' communication with attention, which pays on slow links.
         vae: "all": the ranks share the tiles of a VAE with tiling, and all get the pixels. "first":
             only the first rank of a replica gets them. "own": every rank computes all tiles.
         text_encoders: "all": the ranks share the prompts of a batch, which saves time with several
