@@ -55,7 +55,8 @@ def _by_form(
         at_once = alike.size if max_items is None else max_items
         if max_tokens is not None:
             at_once = min(at_once, max(1, max_tokens // int(lens[alike].max())))
-        parts = np.array_split(alike, -(-alike.size // at_once))
+        num_parts = -(-alike.size // at_once)
+        parts = np.array_split(alike, num_parts) if num_parts > 1 else [alike]
         passes += [ForwardPass(part, int(lens[part].sum())) for part in parts]
     return passes
 

@@ -1,17 +1,21 @@
 """Balanced encoders: features and all gradients are those without balancing."""
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import bascule
 from bascule.costs import Cluster, PolynomialCost
+from bascule.encoders import BalancedEncoder, step_costs
 from tests.helpers.encoder_cases import (
     Toy,
     balanced,
+    batch_of,
     check_failing_image,
     check_gradients,
     check_items,
@@ -19,10 +23,11 @@ from tests.helpers.encoder_cases import (
     check_vlm,
     gradients_of,
     items_of,
+    tower_of,
 )
 from tests.helpers.oracle import packed_attention
 from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
-from tests.helpers.vlm_models import QWENS
+from tests.helpers.vlm_models import QWENS, make_model
 
 NUM_RANKS = [3, pytest.param(4, marks=pytest.mark.stress)]
 LENGTHS = {
@@ -120,20 +125,22 @@ def test_a_vlm_that_is_not_edited_trains_alike(name: str, size: int, ways: list[
 
 
 def of_transformers() -> tuple[list[str], list[str], str]:
-    """Padded texts; a video that ranks share, and one above the limit; a wrong image."""
+    """Padded texts; a long video that ranks share, also above the limit; a wrong image."""
     texts = [check_padded_texts(kind) for kind in ("t5", "umt5", "clip")]
-    limits, video = (None, bascule.Limits(tokens=3 * 16)), [(9, 4, 4)]
-    videos = [check_items(name, [video, [], []], limits=one) for name in QWENS for one in limits]
+    image, limits = (1, 4, 4), bascule.Limits(tokens=17 * 16)
+    long = [[(64, 4, 4)], [image, image], [image], [image]]
+    videos = [check_items(name, long, "fsdp", limits=limits) for name in QWENS]
+    videos += [check_items(name, long) for name in QWENS]
     return texts, videos, check_failing_image()[1]
 
 
 def test_texts_are_padded_videos_are_cut_and_images_refused() -> None:
     pytest.importorskip("transformers")
-    said = run_ranks(of_transformers, 3)
-    assert said[0] == said[1] == said[2]
+    said = run_ranks(of_transformers, 4)
+    assert all(one == said[0] for one in said)
     texts, videos, refused = said[0]
-    assert texts == ["3 of 6 items moved: imbalance 1.00 instead of 2.50"] * 3
-    assert all(one.endswith("imbalance 1.00 instead of 3.00") for one in videos), videos
+    assert texts == ["3 of 6 items moved: imbalance 1.33 instead of 3.33"] * 3
+    assert all(one.endswith("imbalance 1.00 instead of 3.76") for one in videos), videos
     assert "differ in their number of items" in refused and "rank 1" in refused
 
 
@@ -160,7 +167,7 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
         assert said == by_one_rank(lambda: said)
 
     for words, items in bad.items():
-        refuse(words, encoder, items if rank == 1 else good)
+        refuse(words, encoder, items if rank == 1 else (2 - rank // 2) * good)
     refuse("no rank has an item to encode", encoder.call, x[:0], ids[:0])
     refuse(
         "does not accept these arguments: too many positional arguments",
@@ -272,3 +279,45 @@ def test_an_encoder_and_bags_share_a_step() -> None:
     said, together, apart = carried
     assert said.startswith("none of 4 items moved: imbalance 1.65 as given")
     assert max(together) == 17.0 and max(apart) >= 22.0  # of 34 together
+
+
+def chosen() -> list[tuple[str, int, list[str]]]:
+    """What a loader balances under DDP, FSDP2 and neither; what was said; how often."""
+    name, found = "qwen2_5_vl", list[tuple[str, int, list[str]]]()
+    sample = batch_of(name, 0, [(2, 2), (3, 4)], True)
+    sample["input_ids"] = sample["input_ids"][0]
+    cost, patches = LINEAR, sum(len(sample[f"pixel_values{kind}"]) for kind in ("", "_videos"))
+    tokens, said = len(sample["input_ids"]), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("bascule.encoders.step_costs").addHandler(handler)
+    for wrap in (DistributedDataParallel, fully_shard, lambda model: model):
+        model: Any = make_model(name)
+        inner, wrapped = model, wrap(model)
+        encoder = BalancedEncoder(tower_of(inner), cost=cost)
+        for costs in ("auto", "one", "two", "two", "one"):
+            said.clear()
+            one = step_costs(wrapped, encoder, cost=cost, costs=costs)  # pyright: ignore
+            work = float(one.cost(one.length_fn(sample)))
+            want = tokens if one.installed else tokens + patches
+            assert abs(work / want - 1) < 1e-5, (work, want)
+            if one.installed:
+                one.installed.undo()
+            found.append((costs, 2 if one.installed else 1, list(said)))
+    tower_of(inner).requires_grad_(False)
+    frozen = step_costs(inner, encoder, cost=cost)
+    assert abs(float(frozen.cost(frozen.length_fn(sample))) / (tokens + patches / 3) - 1) < 1e-5
+    return found
+
+
+def test_the_sum_is_balanced_under_ddp_and_each_part_where_a_model_is_sharded() -> None:
+    pytest.importorskip("transformers")
+    found, other = run_ranks(chosen, 2)
+    assert found == other
+    numbers = [[number for _, number, _ in found[i : i + 5]] for i in (0, 5, 10)]
+    assert numbers == [[1, 1, 2, 2, 1], [2, 1, 2, 2, 1], [1, 1, 2, 2, 1]]
+    said = [[len(texts) for *_, texts in found[i : i + 5]] for i in (0, 5, 10)]
+    assert said == [[0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]  # each is said once
+    texts = [text for *_, texts in found for text in texts]
+    assert 'costs="one" is faster' in texts[0] and 'costs="two" is faster' in texts[1]
+    assert "cannot tell where ranks wait" in texts[2]

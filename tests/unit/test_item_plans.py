@@ -1,6 +1,8 @@
 """Which rank encodes which item, and whether moving pays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from bascule.encoders.items import TABLES, EncoderTable, form_of, table_of
+from bascule.comm.items import leaves_of
+from bascule.encoders.items import TABLES, EncoderTable, form_of, split_frames, table_of
 from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import PlanError
 from bascule.machine.cluster import Cluster
@@ -83,7 +87,7 @@ def weigh(byte_s: float, flags: int = 0, launch_s: float = 0.0, **more: Any) -> 
 
 @pytest.mark.parametrize(
     ("flags", "gain", "num_bytes", "launches"),
-    [(0, 2.0, 1024, 2), (2, 6.0, 1536, 3), (1, 6.0, 2048, 4)],
+    [(0, 2.0, 1024, 3), (2, 6.0, 1536, 4), (1, 6.0, 2048, 5)],
     ids=["no gradients", "of parameters", "of items"],
 )
 def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
@@ -98,6 +102,15 @@ def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
         assert report.exchange_s == pytest.approx(seconds)
         assert f"costs {seconds:.3g} s to save {gain:.2f} s" in str(report)
         assert sorted(report.loads) == ([6.0, 6.0] if num_moved else [4.0, 8.0])
+
+
+def test_what_the_host_needs_to_move_anything_is_in_the_price() -> None:
+    """Where it is more than any plan could gain, none is searched."""
+    cluster, items = Cluster(1, 2, 1.0, 1.0, 1e9, 1e9, 0.0), given_of(GIVEN)
+    for moving_s, num_moved, gain_s in ((1.9, 1, 2.0), (2.1, 0, None)):
+        _, report = plan_items(items, CallSettings(2, moving_s=moving_s), TOKENS, cluster=cluster)
+        assert report.num_moved == num_moved and report.gain_s == gain_s
+        assert report.exchange_s is None or report.exchange_s == pytest.approx(1.9, rel=1e-5)
 
 
 def test_without_a_cluster_moving_is_taken_to_pay() -> None:
@@ -184,21 +197,83 @@ def test_a_module_of_no_known_class_has_one_row_an_item_and_no_length() -> None:
     assert table_of(nn.Linear(1, 1)) == EncoderTable()
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_a_video_is_cut_into_runs_of_frames_that_the_tower_computes_alone(most: int) -> None:
-    model = qwen().double().eval()
-    table, grid = table_of(model), torch.tensor([(5, 4, 6)])
-    patches = torch.randn(120, 3 * 2 * 4 * 4, dtype=torch.float64)
-    item = {"hidden_states": patches, "grid_thw": grid}
+TOWERS = [name for name, table in TABLES.items() if table.split]
+SMALL = {"depth": 3, "embed_dim": 32, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+SMALL |= {"out_hidden_size": 16, "patch_size": 4, "spatial_merge_size": 2, "window_size": 16}
+SMALL |= {"fullatt_block_indexes": [1], "num_position_embeddings": 64}
+SMALL |= {"deepstack_visual_indexes": [1]}
+
+
+def tower(name: str) -> Any:
+    """A tower of a known class, with no weight of zero that could hide a wrong position."""
+    path, _, of_class = name.rpartition(".")
+    cls: Any = getattr(pytest.importorskip(path), of_class)
+    config = cls.config_class() if cls.config_class else cls.__annotations__["config"]()
+    for key in SMALL.keys() & vars(config).keys():
+        setattr(config, key, SMALL[key])
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    model = cls(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_video_is_cut_into_runs_of_frames_that_the_tower_computes_alone(name: str) -> None:
+    """The sum of all outputs, deepstack features too, and the gradients are those of the whole."""
+    model, num_frames = tower(name), 7
+    table, grid = table_of(model), torch.tensor([(num_frames, 4, 8)])
+    values = model.config.in_channels * model.config.temporal_patch_size * 4**2
+    patches = torch.randn(num_frames * 32, values, dtype=torch.float64, requires_grad=True)
     assert table.split is not None
-    pieces = table.split(item, most)
-    frames = [int(piece["grid_thw"][0, 0]) for piece in pieces]
-    assert len(frames) == min(most, 5) and sum(frames) == 5 and max(frames) - min(frames) <= 1
-    assert torch.equal(torch.cat([piece["hidden_states"] for piece in pieces]), patches)
-    whole, apart = model(**item), [model(**piece) for piece in pieces]
-    for name in ("last_hidden_state", "pooler_output"):
-        found = torch.cat([getattr(one, name) for one in apart])
-        torch.testing.assert_close(found, getattr(whole, name), rtol=1e-10, atol=1e-12)
+    item, found = {"hidden_states": patches, "grid_thw": grid}, list[list[torch.Tensor]]()
+    for num_ranks, want in ((1, [7]), (2, [4, 2, 1]), (3, [3, 2, 1, 1]), (9, [1] * 7)):
+        pieces = table.split(item, num_ranks)
+        assert [int(piece["grid_thw"][0, 0]) for piece in pieces] == want
+        assert torch.equal(torch.cat([piece["hidden_states"] for piece in pieces]), patches)
+        columns = zip(*(leaves_of(dict(model(**piece))) for piece in pieces), strict=True)
+        outputs = [torch.cat(column) for column in columns]
+        loss = torch.stack([x.sin().sum() for x in outputs]).sum()
+        found.append([*outputs, *torch.autograd.grad(loss, [patches, *model.parameters()])])
+    assert len(found[0]) > 3
+    for of_pieces in found[1:]:
+        torch.testing.assert_close(of_pieces, found[0], rtol=1e-10, atol=1e-10)
+
+
+def test_videos_of_another_tower_stay_whole() -> None:
+    """A subclass may let frames attend to each other; a sharded module has its class's name."""
+    known = qwen()
+    known.__class__ = type("Sharded", (FSDPModule, type(known)), {})
+    assert table_of(known).split is split_frames
+    known.__class__ = type("WithTime", (type(qwen()),), {})
+    assert table_of(known) == replace(table_of(qwen()), split=None)
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "images"),
+    [(64, []), (64, [300, 700]), (96, [500, 100, 900]), (130, [60, 800]), (512, [900, 40])],
+)
+def test_frames_of_one_long_video_make_ranks_even(num_frames: int, images: list[int]) -> None:
+    """Rank 0 has a video, the others images, of so many patches; 1.02 where whole frames can."""
+    patches, cost = 16 * 36, TransformerCost(1280, num_layers=32)
+    best = np.inf
+    for places in product(range(4), repeat=len(images)):
+        loads = np.bincount(np.array(places, int), cost(images), 4).astype(np.float64)
+        for _ in range(num_frames):
+            loads[loads.argmin()] += cost(patches)
+        best = min(best, imbalance(loads))
+    grid = torch.tensor([(num_frames, 16, 36)])
+    item = {"hidden_states": torch.empty(int(grid.prod()), 0), "grid_thw": grid}
+    frames = [int(piece["grid_thw"][0, 0]) for piece in split_frames(item, 4)]
+    assert len(frames) <= 4 * 6
+    lens = [[count * patches for count in frames], [], [], []]
+    pairs = [float(count * patches**2) for count in frames] + [float(n**2) for n in images]
+    for place, length in enumerate(images):
+        lens[1 + place].append(length)
+    _, report = spread(given_of(lens, pairs), cost, locality_tolerance=0.02)
+    assert report.loaded > 3 and report.balanced <= max(1.02, best + 1e-9)
+    assert best <= 1.02 or images == [300, 700]
 
 
 NUM_RANKS, SAMPLES_A_RANK = 4, 16

@@ -28,10 +28,11 @@ from bascule.calibrate.timed import now
 from bascule.comm.agree import agree, agree_on
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
+from bascule.comm.items import measure_exchange
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from bascule.machine.cluster import KNOWN_PROFILES, TRAINING, WITHOUT_RECOMPUTING
+from bascule.machine.cluster import KNOWN_PROFILES, TRAINING, WITHOUT_RECOMPUTING, Cluster
 from bascule.machine.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.models import Exchange, MMDiT
 from bascule.parallel import SequenceParallel, Step
@@ -317,7 +318,13 @@ class StageTimes:
         shape, axes = (samples.group.size, 1), ("ranks", "alone")
         alone = init_device_mesh(samples.device.type, shape, mesh_dim_names=axes)["alone"]
         shared = samples.stream, samples.options, samples.device, self._watch
-        stages = [EncoderStages(samples.encoders, ranks, *shared) for ranks in (alone, mesh)]
+        wires = measure_exchange(member_of(resolve(mesh), "encoders"))
+        speed = 1.0 / wires.byte_s
+        priced = Cluster(1, samples.group.size, 1e12, 1e12, speed, speed, wires.launch_s)
+        stages = [
+            EncoderStages(samples.encoders, ranks, *shared, cluster)
+            for ranks, cluster in ((alone, None), (mesh, priced))
+        ]
         self.encode, self._balanced = [stage.encode for stage in stages], stages[1]
 
     def watch(self, model: MMDiT) -> None:
@@ -339,7 +346,9 @@ class StageTimes:
         for name, encoding in self._balanced.last.items():
             loads[name] = none, none
             if encoding is not None:
-                loads[name] = list(encoding.loads_as_given), list(encoding.loads)
+                exchange_s = (encoding.exchange_s or 0.0) if encoding.num_moved else 0.0
+                after = [load + exchange_s for load in encoding.loads]
+                loads[name] = list(encoding.loads_as_given), after
         times_2S2R = self._samples.gather(self._times[[0, way]], "seconds of stages", step + 1)
         return {
             "stages": {
@@ -347,7 +356,8 @@ class StageTimes:
                     stage: {
                         "seconds": times_2S2R[arm, place, 0].tolist(),
                         "work": times_2S2R[arm, place, 1].tolist(),
-                        "predicted": loads[stage][arm],  # work in units of its cost
+                        # Work in units of its cost; of encoders, seconds with the exchange.
+                        "predicted": loads[stage][arm],
                     }
                     for place, stage in enumerate(self._names)
                 }

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,13 +45,13 @@ from bascule.encoders.items import (
 )
 from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, Moves, plan_items
 from bascule.errors import ConfigError
-from bascule.machine.cluster import Cluster
+from bascule.machine.cluster import WITHOUT_RECOMPUTING, Cluster
 from bascule.machine.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.offer import Offer
 
+_NUM_TRIALS = 5
 _FIRST_CAPACITY = 128  # integers of each rank for which the first gather has room
-_PIECES_A_RANK = 4  # most pieces into which a long item is cut, for each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +166,13 @@ class BalancedEncoder:
         if backend != "gloo":
             made = new_group(ranks, "features", options.timeout_s, backend=backend)
             self._group = replace(made, control=self._host)
+        self._moving_s = 0.0 if options.cluster is None else self._time_moving()
 
     def __call__(self, items: Sequence[Item]) -> Features:
         """Encode items, each on a rank that has time; return their outputs in the same order.
 
         An item holds the module's arguments for it alone, by name. Ranks without items attach their
-        loss, see `Features.attach`. Two small gathers, and two all-to-alls if an item moves.
+        loss, see `Features.attach`. A small gather; another, and two all-to-alls, if items move.
         """
         return self.encode(items)
 
@@ -198,6 +200,13 @@ class BalancedEncoder:
         or videos take part, too. Shard the model, or wrap it in DDP, before this call.
         """
         return Installed(self, model)
+
+    def work(self, items: Sequence[Item]) -> float:
+        """Return the cost of items in a step; a third of it if no backward pass follows."""
+        lengths = map(self._length, items)
+        pairs = [length if isinstance(length, tuple) else (length,) for length in lengths]
+        share = 1.0 if _is_trained(self._inner) else 1.0 / WITHOUT_RECOMPUTING.linear
+        return share * sum(float(self.cost(*length)) for length in pairs)
 
     @shared("a call of a balanced encoder")
     def encode(
@@ -238,16 +247,38 @@ class BalancedEncoder:
             except Exception as failure:  # whatever it is, the others must not wait
                 error = failure
             is_over = isinstance(error, STOPS_RECOMPUTING)  # for this rank; others may need more
-            if error is not None and self._is_sharded and not is_over:
-                raise error  # others may wait within the module, which the note of this rank ends
-            sizes = np.array([sent.num_bytes for sent in computed.parcels.values()], np.int64)
-            num_bytes = self._gather("encoding", {}, None if is_over else error, sizes)
+            num_bytes = list[Ints]()
+            # Where nothing moves, ranks do not meet: this rank's note ends later waits, as it ends
+            # waits of others within a sharded module. Ranks meet behind the tiles of an image.
+            meet = plan.moves or plan.settings.at_once is not None
+            if meet and (error is None or is_over or not self._is_sharded):
+                sizes = np.array([sent.num_bytes for sent in computed.parcels.values()], np.int64)
+                num_bytes = self._gather("encoding", {}, None if is_over else error, sizes)
             if error is not None:
                 raise error
             features = self._return(plan, local, computed, num_bytes, token)
         if not records:
             features.token = after
         return features
+
+    def _time_moving(self) -> float:
+        """Return what moving takes besides bytes: seconds of the slowest rank, best of a few.
+
+        It is rounded to a power of two, so that runs agree.
+        """
+        rank, size, item, best_s = self._group.rank, self._group.size, {"x": torch.zeros(1)}, np.inf
+        source, dest = np.arange(size), (np.arange(size) + 1) % size
+        for _ in range(_NUM_TRIALS):
+            self._gather("moving", {}, None, np.zeros(0, np.int64))  # to begin together
+            start = time.perf_counter()
+            sent = {rank: parcel(item, self._device)}
+            num_bytes = np.full(size, sent[rank].num_bytes)
+            for what in ("items", "features"):
+                self._move(what, (source, source, dest), num_bytes, sent, {}, None)
+            self._gather("moving", {}, None, num_bytes)
+            best_s = min(best_s, time.perf_counter() - start)
+        every = self._gather("moving", {}, None, np.array([1e9 * best_s], np.int64))
+        return 1e-9 * float(2.0 ** np.ceil(np.log2(np.max(every))))
 
     def _length_by_table(self) -> Callable[[Item], Length]:
         if self.table.length is None:
@@ -277,16 +308,18 @@ class BalancedEncoder:
         """Gather the items of all ranks; or raise the same error on all of them."""
         local, flags, compared, size = LocalItems(), 0, dict[str, str](), self._host.size
         features_for, is_shared = self.options.features_for, self.options.features_for != "owner"
-        most = _PIECES_A_RANK * size if size > 1 else 1  # pieces of an item
+        num_sharing = size
         if self.options.limits is not None:  # an item that is too long for a rank may fit in pieces
-            most = sys.maxsize
+            num_sharing = sys.maxsize
         try:
             if error is not None:
                 raise error
             records = torch.is_grad_enabled()
-            trains = records and any(p.requires_grad for p in self._inner.parameters())
+            trains = records and _is_trained(self._inner)
             local = prepare(
-                items, self.table, self._length, self._device, most=most, travel=not is_shared
+                *(items, self.table, self._length, self._device),
+                num_sharing=num_sharing,
+                travel=not is_shared,
             )
             tensors = [x for piece in local.pieces for x in piece.values() if isinstance(x, Tensor)]
             flags = (records and any(x.requires_grad for x in tensors)) + 2 * trains
@@ -308,6 +341,7 @@ class BalancedEncoder:
         self._capacity = max(self._capacity, *(words.size for words in gathered))
         settings = CallSettings(
             num_ranks=size,
+            moving_s=self._moving_s,
             num_getting={"owner": 0, "all": size, "first": 1}[features_for],
             items_need_gradient=any(words[0] & 1 for words in gathered),
             needs_gradient=any(words[0] for words in gathered),
@@ -407,6 +441,18 @@ class BalancedEncoder:
         leaves = local.join_pieces([features[item] for item in wanted]) if wanted else []
         outputs = [rebuilt(computed.template, iter(leaf)) for leaf in leaves]
         return Features(outputs, token, computed.template)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Return whether a parameter requires a gradient, ten times as fast as by `parameters()`."""
+    parts = [module]
+    while parts:
+        part = parts.pop()
+        for parameter in part._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                return True
+        parts += filter(None, part._modules.values())
+    return False
 
 
 class Installed:

@@ -6,12 +6,13 @@ Items lie along the first dim of all tensors of a call: one row each, or several
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from bascule.checks import whole
 from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
@@ -21,6 +22,8 @@ from bascule.plan.offer import NO_ITEMS, Offer
 
 Item = dict[str, Any]
 """The arguments of a call for one item alone, by name."""
+
+_SHORTEST = 64  # runs of frames of a rank that are as short as the shortest
 
 Length = int | tuple[int, float]
 """Tokens of an item; or tokens, and mean query-key pairs a layer."""
@@ -35,8 +38,8 @@ class EncoderTable:
         packed: Arguments in which an item has as many rows as its size; in others it has one row.
         sizes: Returns the sizes of a call's items, from its arguments; None: all sizes are 1.
         method: Name of the method that is called; None: the module itself is called.
-        split: Splits an item into at most a given number of pieces, whose concatenated outputs are
-            the item's output. None: items stay whole.
+        split: Splits an item, for a number of ranks that share it, into pieces whose concatenated
+            outputs are the item's output. None: items stay whole.
         sources: Arguments, of the model around the module, that contain items. The model calls the
             module once for each that is not None, in this order.
         settings: Describes, in each call, the module's settings that all ranks must share.
@@ -182,11 +185,18 @@ def _grid_sizes(arguments: Mapping[str, Any]) -> list[int]:
     return arguments["grid_thw"].prod(-1).tolist()
 
 
-def _split_frames(item: Item, most: int) -> list[Item]:
-    """Cut a video into runs of frames, as patches attend to patches of the same frame alone."""
+def split_frames(item: Item, num_ranks: int) -> list[Item]:
+    """Cut a video into runs of frames, for a tower whose patches attend within their frame alone.
+
+    Each run is an even share of the rest, so that short runs fill up what long ones leave uneven:
+    at most about 5 runs a rank.
+    """
     frames, height, width = item["grid_thw"][0].tolist()
-    short, num_long = divmod(frames, num := min(frames, most))
-    counts = [short + (place < num_long) for place in range(num)]
+    counts, rest = list[int](), frames
+    shortest = max(1, frames // (_SHORTEST * num_ranks))
+    while rest:
+        counts.append(min(rest, max(shortest, -(-rest // num_ranks))))
+        rest -= counts[-1]
     grids = item["grid_thw"].new_tensor([(count, height, width) for count in counts])
     patches = item["hidden_states"].split([count * height * width for count in counts])
     return [
@@ -196,7 +206,7 @@ def _split_frames(item: Item, most: int) -> list[Item]:
 
 
 _QWEN = EncoderTable(
-    length=_qwen_length, packed=("hidden_states",), sizes=_grid_sizes, split=_split_frames
+    length=_qwen_length, packed=("hidden_states",), sizes=_grid_sizes, split=split_frames
 )
 _IMAGES = EncoderTable(length=_image_length)
 _TEXTS = EncoderTable(length=_text_length, sources=())
@@ -208,7 +218,12 @@ TABLES: Mapping[str, EncoderTable] = {
         "transformers": {
             "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": _QWEN,
             "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _QWEN,
+            "qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniVisionEncoder": _QWEN,
             "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel": _QWEN,
+            "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel": _QWEN,
+            "qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeVisionEncoder": _QWEN,
+            "qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel": _QWEN,
+            "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionModel": _QWEN,
             "internvl.modeling_internvl.InternVLVisionModel": _IMAGES,
             "siglip.modeling_siglip.SiglipVisionModel": _IMAGES,
             "clip.modeling_clip.CLIPVisionModel": _IMAGES,
@@ -229,9 +244,15 @@ TABLES: Mapping[str, EncoderTable] = {
 
 
 def table_of(module: nn.Module) -> EncoderTable:
-    """Find the table of a module's class, or of its nearest base class; else the default one."""
-    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
-    return next((TABLES[name] for name in names if name in TABLES), EncoderTable())
+    """Find the table of a module's class, or of its nearest base class; else the default one.
+
+    A subclass may let frames attend to each other, so its videos stay whole.
+    """
+    classes = [cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)]
+    for cls in classes:
+        if table := TABLES.get(f"{cls.__module__}.{cls.__qualname__}"):
+            return table if cls is classes[0] else replace(table, split=None)
+    return EncoderTable()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,17 +280,17 @@ def prepare(
     length_of: Callable[[Item], Length],
     device: torch.device,
     *,
-    most: int,
+    num_sharing: int,
     travel: bool,
 ) -> LocalItems:
-    """Split each of this rank's items into `most` pieces at most; pack these if they `travel`."""
+    """Split each of this rank's items for `num_sharing` ranks; pack the pieces if they `travel`."""
     pieces, counts, parcels = list[Item](), list[int](), list[Parcel]()
     lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
         try:
             if len(table.sizes_of(item)) != 1:
                 raise ConfigError("it holds several items: give each as an item of its own")
-            cut = table.split(item, most) if table.split and most > 1 else [item]
+            cut = table.split(item, num_sharing) if table.split and num_sharing > 1 else [item]
             for piece in cut:
                 length = length_of(piece)
                 tokens, num_pairs = length if isinstance(length, tuple) else (length, -1.0)

@@ -31,6 +31,7 @@ class CallSettings:
     items_need_gradient: bool = False  # an item of some rank requires a gradient
     needs_gradient: bool = False  # an item or a parameter requires a gradient
     at_once: int | None = None  # most items of one call of the module; None: any number
+    moving_s: float = 0.0  # what it takes to move anything, besides launches and bytes
     is_aligned: bool = False  # all ranks make the same number of calls, as under FSDP
 
 
@@ -123,14 +124,22 @@ class ItemPlan:
         away = source != dest
         return ids[away], source[away], dest[away]
 
+    @property
+    def moves(self) -> bool:
+        """Whether an item or its features travel."""
+        return bool(self.item_moves[0].size or self.feature_moves[0].size)
+
     def leaving(self, rank: int) -> Ints:
         """Return the ids of the items whose features leave a rank."""
         ids, source, _ = self.feature_moves
         return np.unique(ids[source == rank])
 
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
-        """Predict seconds and bytes of a step's exchanges, with features as large as items."""
-        seconds, num_bytes = 0.0, 0.0
+        """Predict seconds and bytes of a step's exchanges, with features as large as items.
+
+        If anything moves, ranks also gather the sizes of features.
+        """
+        seconds, num_bytes = (self.settings.moving_s + cluster.latency_s) * self.moves, 0.0
         for times, (ids, source, dest) in (
             (1 + self.settings.items_need_gradient, self.item_moves),
             (1 + self.settings.needs_gradient, self.feature_moves),
@@ -171,10 +180,13 @@ def plan_items(
         tokens, total_bytes = (offer.sums(offer.owner, x) for x in (offer.lens, offer.num_bytes))
         may_stay = limits.keeps(tokens=tokens, items=offer.counts, num_bytes=total_bytes)
     least = max(before.mean(), costs.max())
+    passes = WITHOUT_RECOMPUTING.linear if settings.needs_gradient else 1.0
+    host_s = 0.0 if cluster is None else settings.moving_s / passes
     min_gain = 1.0 - 1.0 / (1.0 + locality_tolerance)  # a share of the makespan as given
     plan = stays = ItemPlan(offer, settings, owner, owner)
     gain_s, exchange_s, exchange_bytes = None, None, 0
-    if not may_stay or weigh(before.max(), least, min_gain=min_gain) == "balanced":
+    reason = weigh(before.max(), least, min_gain=min_gain, exchange=host_s)  # of the best plan
+    if not may_stay or reason == "balanced":
         result = assign(
             costs,
             num_ranks,
@@ -182,6 +194,7 @@ def plan_items(
             locality_tolerance=locality_tolerance,
             limits=limits,
             sizes=sizes,
+            tolerance=locality_tolerance or None,  # items stay until they are this uneven
         )
         plan, after = ItemPlan(offer, settings, owner, np.asarray(result.bin_of)), result.loads
     if cluster is not None and (plan.rank_of != owner).any() and not is_shared:
@@ -189,7 +202,6 @@ def plan_items(
             candidate.exchange(cluster) for candidate in (plan, stays)
         )
         exchange_s, exchange_bytes = float(more_s - least_s), more_bytes - least_bytes
-        passes = WITHOUT_RECOMPUTING.linear if settings.needs_gradient else 1.0
         gain_s = float(before.max() - after.max()) * passes
         reason = weigh(before.max() * passes, after.max() * passes, exchange=exchange_s)
         if may_stay and reason != "balanced":

@@ -21,7 +21,8 @@ from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
 from bascule.files import parse_json
 from bascule.generate import tiny
-from bascule.machine.costs import Cost, PolynomialCost
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost
 from bascule.machine.fits import fit_item_latency
 from bascule.options import flag
 from bascule.quantities import count
@@ -44,7 +45,8 @@ TEXT_ENCODER, VAE, TRANSFORMER = "text_encoder", "vae", "transformer"  # stages
 _LATENT_PATCH = 2  # side of the latents of one token
 _MOST_TOKENS = 2**20  # of a caption; tokenizers without a limit say 1e30
 _TINY_TOKENS = 512
-_LONGEST, _REPEATS = 512, 3  # tokens of a caption that is timed, and number of runs
+_LONGEST, _LONGEST_SIDE = 512, 48  # of what is timed: tokens of a caption, latents of a side
+_SIZES, _REPEATS = 6, 3  # timed sizes, and runs of each
 _WAN_GROUP = 4  # frames that diffusers encodes at a time, whatever the config says
 _VAES = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLQwenImage")
 _TEXTS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel", "clip_text_model": "CLIPTextModel"}
@@ -242,6 +244,7 @@ class EncoderStages:
         options: RunOptions,
         device: torch.device,
         watch: Stopwatch,
+        cluster: Cluster | None = None,
     ) -> None:
         self._widths, self._seed, self._watch = widths, options.seed, watch
         self._vae, self._device = encoders.vae, device
@@ -252,7 +255,7 @@ class EncoderStages:
                 length_fn=lambda item: sum(x.shape[1:].numel() for x in item.values()),
                 cost=_cost_of(module, device, mesh),
                 mesh_or_group=mesh,
-                options=EncoderOptions(device=device, timeout_s=options.timeout_s),
+                options=EncoderOptions(cluster=cluster, device=device, timeout_s=options.timeout_s),
             )
             for name, module in encoders.stages.items()
         }
@@ -307,17 +310,18 @@ class EncoderStages:
 
 
 def _cost_of(module: LatentEncoder | TextEncoder, device: torch.device, mesh: DeviceMesh) -> Cost:
-    """Return the cost of an item: pixels of a VAE; a call of a text encoder is measured."""
+    """Return the measured seconds of an item by its values: tokens of a text, or pixels."""
     if isinstance(module, LatentEncoder):
-        return PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
-    lengths = np.unique(np.geomspace(4, min(module.most_tokens, _LONGEST), 6).round().astype(int))
-    runs = [
-        partial(module, torch.zeros(1, length, dtype=torch.int64, device=device))
-        for length in lengths
-    ]
+        sides = module.spatial * np.geomspace(4, _LONGEST_SIDE, _SIZES).round().astype(int)
+        frames = (1,) if module.is_video else ()
+        shapes, dtype = [(3, *frames, side, side) for side in sides.tolist()], torch.uint8
+    else:
+        lengths = np.geomspace(4, min(module.most_tokens, _LONGEST), _SIZES).round().astype(int)
+        shapes, dtype = [(length,) for length in np.unique(lengths).tolist()], torch.int64
+    items = [torch.zeros(1, *shape, dtype=dtype, device=device) for shape in shapes]
     with torch.no_grad():
-        seconds = [median_seconds(run, device, _REPEATS) for run in runs]
-    return fit_item_latency(lengths, mean_over_ranks(mesh, seconds))
+        seconds = [median_seconds(partial(module, item), device, _REPEATS) for item in items]
+    return fit_item_latency([item.numel() for item in items], mean_over_ranks(mesh, seconds))
 
 
 def watch_encoders(encoders: FrozenEncoders, watch: Stopwatch) -> None:

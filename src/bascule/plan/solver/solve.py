@@ -45,8 +45,8 @@ def assign(
             keys "tokens" and "bytes".
         ranks_per_bin: Ranks per bin, for limits. Default: the speeds.
         location: Preferred bin per item; -1 for none.
-        locality_tolerance: Share by which the makespan may exceed the best (0.01 is 1 %), so that
-            less of `sizes` (the first of a mapping; else items) is away from its location.
+        locality_tolerance: Share by which the makespan may exceed the lower bound (0.01 is 1 %), so
+            that less of `sizes` (the first of a mapping; else items) is away from its location.
         initial_loads: Completion time per bin before any item. Default: 0.
         tolerance: Gap at which the search stops. Default: 1e-4; 5e-4 where speeds differ.
 
@@ -71,7 +71,8 @@ def assign(
     solution = solve(problem, tolerance)
     if bins is not None and problem.num_items:
         weights = next(iter(size.values()), np.ones(problem.num_items))
-        ceiling = (problem.makespan(solution.bin_of) or np.inf) * (1.0 + locality_tolerance)
+        allowed = solution.lower_bound / problem.unit * (1.0 + locality_tolerance)
+        ceiling = max(problem.makespan(solution.bin_of), allowed) or np.inf
         homes = Homes(bins, np.where(bins >= 0, weights, 0.0), ceiling)
         bin_of, name = near_home(problem, solution.bin_of, homes)
         solution = Assignment.of(problem, bin_of, solution.lower_bound, name or solution.method)
