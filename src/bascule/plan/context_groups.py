@@ -86,8 +86,8 @@ class _Filler:
         self.tokens: list[int] = (-prices.tokens[chosen]).tolist()
         self.seconds: list[list[float]] = (-prices.seconds[chosen]).T.tolist()
         is_held = -np.array(self.tokens)[:, None] <= self.room
-        held = np.where(is_held, prices.seconds[chosen], np.inf)
-        self.alone, self.work = held + prices.launches, (held * prices.sizes).min(1)
+        fitting = np.where(is_held, prices.seconds[chosen], np.inf)
+        self.alone, self.work = fitting + prices.launches, (fitting * prices.sizes).min(1)
 
     def best(self) -> list[ContextGroup]:
         """Return the groups of the level that wastes least."""
@@ -123,7 +123,7 @@ class _Filler:
         # By size, ascending: seconds left, tokens left, place among the packs.
         opened: list[list[tuple[float, int, int]]] = [[] for _ in self.sizes]
         while at < len(self.chosen):
-            length, found = -self.tokens[at], len(self.chosen)
+            length, following = -self.tokens[at], len(self.chosen)
             for size, groups in enumerate(opened):
                 seconds, launch = -self.seconds[size][at], self.launches[size]
                 is_new = self.sizes[size] <= free
@@ -141,14 +141,14 @@ class _Filler:
                     if groups and not is_new:
                         spare, room = groups[-1][0], max(room for _, room, _ in groups)
                     short = bisect_left(self.seconds[size], -spare, at + 1)
-                    following = max(short, bisect_left(self.tokens, -room, at + 1))
-                    found = min(found, following)  # the next sequence that may fit
+                    fits = max(short, bisect_left(self.tokens, -room, at + 1))
+                    following = min(following, fits)  # the next sequence that may fit
                     continue
                 packs[number][1].append(at)
                 insort(groups, (spare - seconds, room - length, number))
-                found = at + 1
+                following = at + 1
                 break
-            at = found
+            at = following
         is_left = np.ones(len(self.chosen), dtype=bool)
         is_left[[at for _, members in packs for at in members]] = False
         made = [self._group(*pack) for pack in packs]

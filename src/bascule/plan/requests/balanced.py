@@ -334,12 +334,12 @@ class Balanced:
 
 def _at_most(step_s: Mapping[int, float], degree: int) -> int:
     """Return the largest of the ascending degrees up to `degree`, else the least."""
-    found = 0
+    widest = 0
     for wide in step_s:
-        if found and wide > degree:
+        if widest and wide > degree:
             break
-        found = wide
-    return found
+        widest = wide
+    return widest
 
 
 def _fast(request: Request) -> dict[int, float]:
