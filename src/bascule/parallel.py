@@ -27,7 +27,7 @@ from bascule.machine.cluster import Cluster
 from bascule.machine.costs import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.offer import NO_ITEMS, Offer, Sequences, offer_of
-from bascule.plan.plan import Plan, Sync, Terms, check_sync, plan_jointly
+from bascule.plan.plan import Plan, Sync, Terms, at_home_unless_it_pays, check_sync, plan_jointly
 from bascule.plan.prices import RankState
 from bascule.plan.topology import Topology
 from bascule.step import Binding
@@ -82,8 +82,12 @@ class Planning:
             terms, offer = request.terms, Offer.from_words(gathered)
             assert terms is not None  # else the gather raised its error
             if len(offer.microbatches) == 1:
-                return (terms.priced(offer, request.initial_loads).plan(),)
-            return plan_jointly(terms.priced_step(offer.microbatches), request.sync)
+                priced = [terms.priced(offer, request.initial_loads)]
+                plans = (priced[0].plan(),)
+            else:
+                priced = terms.priced_step(offer.microbatches)
+                plans = plan_jointly(priced, request.sync)
+            return at_home_unless_it_pays(priced, plans, request.sync)
 
 
 class PlanFuture:
@@ -158,6 +162,8 @@ class SequenceParallel:
         kernel: Name of the attention kernel, or your own. Default: the first that runs here.
         device: Device of the tensors. Default: the mesh's, or the group's back end's.
         data_group: Ranks over which gradients are averaged, for `step.mean`. Default: the group.
+        min_gain: Sequences change bags only if that saves at least this share of the predicted
+            step, and with a cluster more than the seconds in which they move.
         gradients: How the trainer reduces gradients over ranks: "mean" (FSDP, DDP) or "sum"
             (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
     """
@@ -178,6 +184,7 @@ class SequenceParallel:
         device: torch.device | str | None = None,
         data_group: dist.ProcessGroup | None = None,
         gradients: Literal["mean", "sum"] = "mean",
+        min_gain: float = 0.02,
     ) -> None:
         group = resolve(mesh_or_group)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -188,7 +195,7 @@ class SequenceParallel:
             self._planning = Planning(member_of(resolve(plan_group), "plan"))
         self.topology, self.cost, self.limits, self.cluster = topology, cost, limits, cluster
         self.locality_tolerance, self.kernel, self.gradients = locality_tolerance, kernel, gradients
-        self._num_plans = 0
+        self.min_gain, self._num_plans = min_gain, 0
         self._ahead: Planning | None = None
         self._latest: PlanFuture | None = None
         self.speeds: tuple[float, ...] | None = None

@@ -37,6 +37,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "ends": "drop_last",
         "min_gain": 0.02,
         "prefetch": 2,
+        "tries": True,
         "pin_memory": False,
         "timeout_s": 600.0,
     },

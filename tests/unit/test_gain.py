@@ -1,63 +1,58 @@
-"""The gain of a run whose steps are timed: against values by hand, and in a Trainer's log."""
+"""The gain of a run: predicted, in a Trainer's log; and measured, in simulated jobs."""
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from bascule.data.gain import Gain
+from bascule.plan.trial import Trial, Turn
 
-WORKS = [(4.0, 2.0), (6.0, 3.0), (4.0, 1.0), (9.0, 5.0), (5.0, 4.0)] * 5
-TIMED = WORKS[1:]  # the first step has no beginning
-
-
-def run(seconds: list[float], works: list[tuple[float, float]], pauses: bool = False) -> Gain:
-    gain, now = Gain(), 0.0
-    for spent, (before, after) in zip(seconds, works, strict=True):
-        now += spent
-        gain.add(before, after, 0.8 * after, now)
-        if pauses:
-            gain.pause()
-    return gain
+WORKS = [(4.0, 2.0), (6.0, 3.0), (4.0, 1.0), (9.0, 5.0), (5.0, 4.0)]
 
 
-def on_a_line(rate: float, constant: float) -> list[float]:
-    return [rate * after + constant for _, after in WORKS]
+def job(gain: float, noise: float, steps: int, seed: int, predicted: float = 1.1) -> Any:
+    """Train: a trial, the steps before it stopped moving, and the steps that stayed until then.
+
+    Seconds of a step come three steps later, and drift to twice as much in a hundred steps.
+    """
+    trial, turns, random, stayed = Trial(), dict[int, Turn](), np.random.default_rng(seed), 0
+    for step in range(steps):
+        if (turn := turns.pop(step - 3, None)) is not None:
+            seconds = math.exp(random.normal(0.0, noise)) * 2 ** (step / 100)
+            trial.add(turn, seconds / (1.0 if turn.stays else gain))
+        if trial.is_slower:
+            return trial, step, stayed
+        if (turn := trial.turn(predicted)) is not None:
+            turns[step] = turn
+            stayed += turn.stays
+    return trial, None, stayed
 
 
-@pytest.mark.parametrize(("rate", "constant"), [(2.0, 0.0), (2.0, 1.0), (0.0, 1.0), (-1.0, 9.0)])
-def test_a_line_says_what_steps_would_have_taken(rate: float, constant: float) -> None:
-    """The last slows down as work shrinks, as where balancing costs more than it saves."""
-    before, after = (sum(work) for work in zip(*TIMED, strict=True))
-    steps = len(TIMED)
-    gain = (rate * before + steps * constant) / (rate * after + steps * constant)
-    found = run(on_a_line(rate, constant), WORKS).metrics()
-    assert found.pop("fitted_gain_error") == pytest.approx(0.0, abs=1e-6)
-    wanted = {"imbalance": 1.25, "predicted_gain": 28.0 / 15.0, "fitted_gain": gain}
-    assert found == pytest.approx(wanted)
-    assert (gain < 1.0) == (rate < 0.0)
+def test_jobs_that_moving_makes_slower_stop_it_and_others_do_not() -> None:
+    def share_stopped(gain: float, noises: tuple[float, float], steps: int) -> float:
+        noise = np.random.default_rng(1).uniform(*noises, 100)
+        return sum(job(gain, noise[k], steps, k)[1] is not None for k in range(100)) / 100
+
+    assert share_stopped(1.05, (0.05, 0.2), 400) <= 0.02
+    assert share_stopped(0.9, (0.05, 0.1), 60) > 0.95
+    assert share_stopped(0.9, (0.05, 0.2), 100) > 0.85
+    assert share_stopped(0.8, (0.05, 0.2), 60) > 0.95
 
 
-def test_the_error_is_the_spread_of_fits_to_noise() -> None:
-    generator = np.random.default_rng(0)
-    line = np.array(on_a_line(2.0, 1.0))
-    found = [
-        run((line + generator.normal(0.0, 0.5, line.size)).tolist(), WORKS).metrics()
-        for _ in range(400)
-    ]
-    spread = np.std([one["fitted_gain"] for one in found])
-    assert np.mean([one["fitted_gain_error"] for one in found]) == pytest.approx(spread, rel=0.1)
-
-
-def test_few_or_equal_steps_have_no_fit() -> None:
-    seconds = on_a_line(2.0, 1.0)
-    assert Gain().metrics() == {}
-    assert "fitted_gain" not in run(seconds, WORKS, pauses=True).metrics()
-    assert "fitted_gain" not in run(seconds, [(4.0, 2.0)] * len(WORKS)).metrics()
-    for num_steps in (20, 21):  # of which the first is not timed
-        logged = run(seconds[:num_steps], WORKS[:num_steps]).metrics()
-        assert ("fitted_gain" in logged) == (num_steps == 21)
+def test_a_trial_measures_the_gain_with_its_error_and_costs_little() -> None:
+    found = [job(1.3, 0.1, 1000, seed) for seed in range(60)]
+    gains, errors = zip(*(trial.gain for trial, _, _ in found), strict=True)
+    assert np.mean(gains) == pytest.approx(1.3, rel=0.02)
+    assert np.mean(errors) == pytest.approx(np.std(gains), rel=0.3)
+    assert max(stayed for _, _, stayed in found) <= 40
+    assert job(1.3, 0.0, 1000, 0, predicted=1.6)[2] == 0  # so large a gain is not tried
+    assert job(1.3, 0.0, 300, 0, predicted=1.4)[2] <= 10
+    trial, _, _ = job(1.3, 0.1, 500, 0)
+    again = Trial()
+    again.restore(trial.state())
+    assert again.state() == trial.state() and again.gain == trial.gain
 
 
 def test_a_trainer_logs_it() -> None:
@@ -72,6 +67,7 @@ def test_a_trainer_logs_it() -> None:
         state.global_step = step
         log.on_step_end(None, state, None)
     log.on_log(None, state, None, logs=logs)
-    names = {"imbalance", "predicted_gain", "fitted_gain", "fitted_gain_error"}
-    assert set(state.log_history[-1]) == {f"bascule_{name}" for name in names}
+    before, after = (sum(work) for work in zip(*WORKS, strict=True))
+    wanted = {"bascule_imbalance": 1.25, "bascule_predicted_gain": before / after}
+    assert state.log_history[-1] == pytest.approx(wanted)
     assert set(logs) == {"loss", *state.log_history[-1]}

@@ -235,16 +235,16 @@ def test_samples_of_none_are_left_out_and_counted() -> None:
     samples = [[4, None, 5], [None], [], [None, 6]]
     rules = dataclasses.replace(RULES, accumulate=4, length_fn=int, weight_fn=int)
     loaded = load(Source(samples, None).begin((), 0, 1, None), rules, loads=True)
-    assert loaded.samples == [[4, 5], [], [], [6]] and loaded.num_items == [3, 1, 0, 2]
+    assert loaded.samples == [[4, 5], [], [], [6]] and [*map(len, loaded.items)] == [3, 1, 0, 2]
     assert loaded.num_missing == 3 and loaded.offer is not None
     assert loaded.offer.lens.tolist() == [4, 5, 6]
     assert loaded.offer.counts.T.tolist() == [[2, 0, 0, 1]]
     packs = Source(samples, Microbatches(None, 9, int)).begin((), 0, 1, None)
     loaded = load(packs, dataclasses.replace(rules, accumulate=2), loads=True)
-    assert loaded.samples == [[4, 5], [6]] and loaded.num_items == [5, 1]
+    assert loaded.samples == [[4, 5], [6]] and [*map(len, loaded.items)] == [5, 1]
     items = Source([["ab", None, "c"]], None, has_packs=True).begin((), 0, 1, None)
     loaded = load(items, dataclasses.replace(RULES, length_fn=ord, unpack=list), loads=True)
-    assert loaded.samples == [["a", "b", "c"]] and loaded.num_items == [3]
+    assert loaded.samples == [["a", "b", "c"]] and [*map(len, loaded.items)] == [3]
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,47 @@ def test_an_exchange_longer_than_what_it_saves_is_skipped(lens: Lens, num_bytes:
         assert decide(lens, cost, per_byte=per_byte, min_gain=0.0)[2].reason == reason
 
 
+@pytest.mark.parametrize("slowdown", [0.8, 1.25])
+def test_steps_that_stay_measure_whether_moving_pays(
+    slowdown: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of two ranks, which report their seconds three steps later, as the loader does."""
+    redistributor, random = redistributor_of(ranks_of(2)), np.random.default_rng(0)
+    untried = redistributor_of(ranks_of(2), tries=False)
+    seconds, reasons, most, longest = dict[int, float](), list[str](), 0, 0
+    for step in range(120):
+        if step == 60:
+            redistributor.restore(redistributor.state())
+        times = np.full((2, 7), math.nan)
+        times[:, :2] = [[step - 3, seconds.get(step - 3, math.nan)]] * 2
+        redistributor._judge(step, times)
+        scale = 1.5 if step == 0 else random.uniform(0.8, 1.0)
+        lens = [int(scale * length) for length in (2000, *random.integers(900, 1100, 7))]
+        lens[0] += 2000 * (step == 100)
+        offer = loaded_of([[lens[:4]], [lens[4:]]], 1)
+        decided = redistributor.decide(offer)
+        assert untried._with_trial(step, offer, decided) is decided
+        decision = redistributor._with_trial(step, offer, decided)
+        verdict, (plan,) = decision.verdict, decision.plans
+        reasons.append(verdict.reason)
+        seconds[step] = verdict.before * random.normal(1.0, 0.02)
+        if verdict.applied:
+            seconds[step] *= slowdown
+        if verdict.reason == "trial":
+            assert plan.bag_of.tolist() == [0] * 4 + [1] * 4
+            assert plan.tokens.max() <= most and max(lens) <= longest  # no rank needs more memory
+        most, longest = max(most, int(plan.tokens.max())), max(longest, *lens)
+    assert (reasons[-1] == "slower") == (slowdown > 1.0)
+    assert 8 <= reasons.count("trial") <= 24 and "trial" not in reasons[:4]
+    gain, error = redistributor.trial.gain or (0.0, 0.0)
+    assert gain == pytest.approx(1 / slowdown, abs=4 * error) and error < 0.05
+    said = [record.message for record in caplog.records]
+    assert len(said) == (slowdown > 1.0) and all("makes steps slower" in line for line in said)
+
+
 def test_a_version_of_the_cost_that_all_ranks_know() -> None:
     said = [
-        Load(offer=Offer.of([[1]], [n], num_bytes=[16]), num_items=[1]).words(version)
+        Load(offer=Offer.of([[1]], [n], num_bytes=[16]), items=[[None]]).words(version)
         for n, version in ((4, 3), (5, 2), (6, 3))
     ]
     loaded = Loaded.of(said, ranks_of(3), 1)
@@ -376,7 +414,7 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
 def test_steps_are_counted_with_what_the_training_waited_for() -> None:
     def step(num_padded: int, verdict: Verdict, *num_bytes: int, start: float, end: float) -> Any:
         batches = [SimpleNamespace(verdict=verdict, is_padding=k < num_padded) for k in range(2)]
-        return ReadyStep(batches, np.ones((1, 2)), 3, [], *num_bytes, (start, end), 0.0)  # pyright: ignore
+        return ReadyStep(batches, np.ones((1, 2)), 3, [], *num_bytes, (start, end), 0.0, ())  # pyright: ignore
 
     balanced, even = Verdict(True, "balanced", 10.0, 6.0), Verdict(False, "even", 5.0, 3.0)
     metrics = LoaderMetrics()
@@ -409,7 +447,7 @@ def test_all_settings_but_those_of_a_rank_alone_are_compared() -> None:
     """Ranks may load and collate as they like, and as many steps ahead."""
     changes = {"accumulate": 2, "sync": "step", "limits": Limits(tokens=5), "ends": "finish"}
     changes |= {"length_fn": sum, "weight_fn": len, "unpack": list, "timeout_s": 61.0}
-    changes |= {"min_gain": 0.03, "bytes_per_s": 1e9}
+    changes |= {"min_gain": 0.03, "bytes_per_s": 1e9, "as_loaded": list, "tries": False}
     changes |= {"cost": PolynomialCost(0.0, 2.0, 0.0)}
     base = made().settings
     for name, value in changes.items():

@@ -17,7 +17,16 @@ from bascule.machine.cluster import Cluster
 from bascule.machine.costs import TransformerCost
 from bascule.plan import metrics
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.plan import Sync, plan_batch, plan_greedily, plan_step, step_makespan
+from bascule.plan.offer import offer_of
+from bascule.plan.plan import (
+    Sync,
+    Terms,
+    at_home_unless_it_pays,
+    plan_batch,
+    plan_greedily,
+    plan_step,
+    step_makespan,
+)
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
@@ -234,6 +243,26 @@ def test_automatic_topologies(sync: Sync) -> None:
     plans = plan_step(step, "auto", cost, sync=sync, cluster=cluster)
     assert str(plans[0].topology) == "g1n4"
     assert plans[1].topology.bag_sizes.max() > 1
+
+
+def test_sequences_stay_where_moving_costs_more_than_it_saves() -> None:
+    """By hand: one of 1,000 tokens moves, of width 1,024 in two bytes, to its bag and back."""
+    cost, loaded = TransformerCost(1024, num_layers=4), [[1000, 1000, 1000], [1000]]
+
+    def moves(cluster: Cluster | None, min_gain: float = 0.0, limits: Limits | None = None) -> bool:
+        terms = Terms("g1n2", cost, limits, cluster=cluster, min_gain=min_gain)
+        priced = terms.priced(offer_of(loaded))
+        (plan,) = at_home_unless_it_pays([priced], (priced.plan(),), "step")
+        return bool((plan.bag_of != plan.source_ranks).any())
+
+    def cluster(bytes_per_s: float) -> Cluster:
+        return Cluster(1, 2, 1e12, 8e10, bytes_per_s, bytes_per_s, 0.0)
+
+    saved_s = float(cluster(1e9).compute_seconds(cost, [1000])[0])
+    breaks_even = 1000 * 1024 * 2 * 2 / saved_s
+    assert moves(cluster(1.01 * breaks_even)) and not moves(cluster(0.99 * breaks_even))
+    assert moves(cluster(0.01 * breaks_even), limits=Limits(tokens=2000))  # as loaded does not fit
+    assert moves(None, 0.33) and not moves(None, 0.34)  # a third of the step
 
 
 def test_steps_of_nothing() -> None:

@@ -208,12 +208,13 @@ def test_a_gpu_is_never_waited_for_and_each_step_is_told_once() -> None:
                     timer.computed()
                     Event.now += 100.0
                 timer.computed()
-            Event.passed = Event.now - 250.0  # as the GPU is behind
+            Event.passed = Event.now - 150.0  # as the GPU is behind
             timer.finish(step, 0.5, 7.0)
             told.append(timer.take(0.25, 0.125))
     done = [numbers for numbers in told if np.isfinite(numbers).all()]
     assert [numbers[STEP] for numbers in done] == [0, 1, 2, 3]
     assert [numbers[COMPUTE_S] for numbers in done] == [2.0, 4.0, 6.0, 8.0]
+    assert [numbers[STEP_S] for numbers in done] == [102.0, 104.0, 106.0, 108.0]
     for numbers in told:
         assert numbers[[INPUT_S, EXCHANGE_S]].tolist() == [0.25, 0.125]
 

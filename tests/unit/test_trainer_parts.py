@@ -324,7 +324,7 @@ def test_the_log_names_a_slow_rank_by_its_cause() -> None:
         (3, "slow rank", {"bascule_slow_rank": 3, "bascule_slow_share": 0.25}),
         (0, "loader", {"bascule_slow_loader": 0, "bascule_slow_share": 0.25}),
     ):
-        metrics = did | {"slow_rank": slow, "slow_cause": cause}
+        metrics = did | {"slow_rank": slow, "slow_cause": cause, "measured_gain": None}
         loader = object.__new__(TrainLoader)
         loader.balanced, loader.gain = (
             cast(Any, SimpleNamespace(metrics=lambda x=metrics: x)),

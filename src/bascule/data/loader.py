@@ -92,6 +92,7 @@ class Progress:
     history: tuple[tuple[int, ...], ...] = ()  # items of each source rank, in each earlier run
     counts: tuple[int, ...] = ()  # items of each source rank, in this run
     saved: tuple[Saved, ...] = ()  # of each source rank; empty if no loader has a state
+    trial: tuple[float, ...] = ()  # `Redistributor.state`
 
     def after(self, step: int, counts: Sequence[int], saved: Sequence[Saved]) -> "Progress":
         """Return the progress after a microbatch with these numbers of items by source rank."""
@@ -136,7 +137,7 @@ class Progress:
                 f"samplers have (num_samples, shuffle, seed) = {tuple(deal)}, the state has "
                 f"{its_deal} (zeros: no ResumableSampler): give the same, or samples would be lost"
             )
-        return cls(epoch, step, tuple(history), saved=saved)
+        return cls(epoch, step, tuple(history), saved=saved, trial=tuple(state.get("trial", ())))
 
 
 def _counts(values: Sequence[int]) -> tuple[int, ...]:
@@ -157,6 +158,8 @@ class LoaderOptions:
         batch_size: Samples of a microbatch, where the loader gives samples one by one.
         unpack: Splits an item of the loader into samples, for ready-made packs (see
             `packs.unpack`). Lists of items then stay microbatches.
+        as_loaded: Makes a microbatch of an item of the loader whose samples all stay, in place of
+            `collate_fn`. A step that moves nothing then costs little.
         weight_fn: Returns a sample's whole-number weight in the global mean, for `loss_scale`, such
             as its number of labels. Default: 1.
         limits: Hard limits of a microbatch on a rank.
@@ -166,6 +169,8 @@ class LoaderOptions:
         min_gain: Samples move only if that saves at least this share of the predicted step.
         bytes_per_s: Bandwidth of a rank, weighed against costs in seconds. None: measured once.
         prefetch: Steps made ahead.
+        tries: A few steps stay as loaded, to measure whether moving pays; if it does not, samples
+            stay. None of them needs more memory than an earlier step.
         collate_fn: Makes a microbatch of samples; an empty one has None as data. Default: the
             DataLoader's, or `default_collate`.
         timeout_s: Longest wait for other ranks and their loaders; the same on all ranks.
@@ -174,12 +179,14 @@ class LoaderOptions:
     axis: str | None = None
     batch_size: int | None = None
     unpack: Callable[[Any], list[Sample]] | None = None
+    as_loaded: Callable[[Any], Any] | None = None
     weight_fn: Callable[[Sample], int] | None = None
     limits: Limits | None = None
     ends: Ends = "drop_last"
     min_gain: float = 0.02
     bytes_per_s: float | None = None
     prefetch: int = 2
+    tries: bool = True
     collate_fn: Callable[[list[Sample]], Any] | None = None
     pin_memory: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -191,12 +198,14 @@ class LoaderOptions:
             axis=(of_type, str, "the name of an axis"),
             batch_size=(whole, 1),
             unpack=function,
+            as_loaded=function,
             weight_fn=function,
             limits=(of_type, Limits, "Limits(tokens=..), or None"),
             ends=(choice, *get_args(Ends)),
             min_gain=(number, 0.0, 1.0),
             bytes_per_s=(number, 1.0),
             prefetch=(whole, 1),
+            tries=(of_type, bool, "True or False"),
             collate_fn=function,
             pin_memory=(of_type, bool, "True or False"),
             timeout_s=(number, 1e-3, 1e7),
@@ -251,12 +260,15 @@ def _set_up(
         collate = partial(make_pack, pack=pack)
         limits = Limits(tokens=pack.tokens) if limits is None else limits
 
-    def collated(samples: list[Sample]) -> Any:
-        data = collate(samples) if samples or pack is not None else None
+    def pinned(data: Any) -> Any:
         if not options.pin_memory:
             return data
         return mapped(data, lambda x: x.pin_memory(), lambda x: hasattr(x, "pin_memory"))
 
+    def collated(samples: list[Sample]) -> Any:
+        return pinned(collate(samples) if samples or pack is not None else None)
+
+    as_loaded = options.as_loaded
     rules = Rules(
         accumulate=accumulate,
         sync=sync,
@@ -265,9 +277,11 @@ def _set_up(
         length_fn=length_fn,
         weight_fn=options.weight_fn,
         unpack=unpack,
+        as_loaded=None if as_loaded is None else lambda item: pinned(as_loaded(item)),
+        tries=options.tries,
         collate=collated,
     )
-    terms = Terms("g1n1", cost, limits)
+    terms = Terms("g1n1", cost, limits, min_gain=options.min_gain)
     settings = {name: _described(getattr(rules, name)) for name in Rules.__dataclass_fields__}
     settings |= {name: _described(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
     settings |= terms.settings
@@ -340,7 +354,8 @@ class BalancedLoader:
     """Loader that balances the samples of any loader over data-parallel ranks, some steps ahead.
 
     A thread gathers what all ranks loaded, plans, moves samples in one all-to-all of bytes, and
-    collates. Each sample is delivered once; its rank depends on samples, cost model and step alone.
+    collates. Each sample is delivered once. Its rank depends on samples, cost model and step; also
+    on measured seconds, but not without `LoaderOptions.tries`.
 
     Every rank constructs it with the same settings, and iterates alike. All ranks make loaders and
     begin iterations in the same order, in one thread each. The loader's thread ends with the
@@ -436,6 +451,7 @@ class BalancedLoader:
                 if step is None:
                     break
                 self._metrics.count(step, waited)
+                self._progress = dataclasses.replace(self._progress, trial=step.trial)
                 lens = [batch.plan.seq_lens.size for batch in step.batches]
                 is_void = step.num_items.any() and not any(lens)  # every item was None
                 for micro, batch in enumerate(step.batches):
@@ -461,7 +477,7 @@ class BalancedLoader:
             raise
         self._end(prefetcher)
         if self._first is begun:
-            self._first = Progress(epoch=begun.epoch + 1)
+            self._first = Progress(begun.epoch + 1, trial=self._progress.trial)
         self._progress = self._first
 
     def _start(self, first: Progress) -> Prefetcher:
@@ -552,8 +568,13 @@ class BalancedLoader:
         return self._redistributor.terms[-1].cost
 
     def metrics(self) -> dict[str, Any]:
-        """Return the `LoaderMetrics` of this rank so far and `Pace.metrics`, as a dict."""
-        return dataclasses.asdict(self._metrics) | self._redistributor.pace.metrics()
+        """Return the `LoaderMetrics` of this rank so far, `Pace.metrics`, and the measured gain.
+
+        The gain and its error are None until 8 steps stayed, each beside a step that moved.
+        """
+        gain, error = self._redistributor.trial.gain or (None, None)
+        measured = {"measured_gain": gain, "measured_gain_error": error}
+        return dataclasses.asdict(self._metrics) | self._redistributor.pace.metrics() | measured
 
     def computed(self) -> None:
         """Note that this rank has computed on its microbatch; what follows may wait for others.
@@ -573,3 +594,4 @@ class BalancedLoader:
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: call loader.close() first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)
+        self._redistributor.restore(self._first.trial)

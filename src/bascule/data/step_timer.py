@@ -8,7 +8,7 @@ import torch
 
 from bascule.arrays import Floats
 from bascule.calibrate.timed import Moment, moment, seconds_between
-from bascule.data.slow_rank import COMPUTE_S, EXCHANGE_S, INPUT_S, NO_TIMES
+from bascule.data.slow_rank import COMPUTE_S, EXCHANGE_S, INPUT_S, NO_TIMES, STEP_S
 
 
 class StepTimer:
@@ -21,8 +21,9 @@ class StepTimer:
     def __init__(self) -> None:
         self._device, self._start = torch.device("cpu"), None
         self._laps = list[tuple[Moment, Moment]]()  # compute of each microbatch
-        self._finished = deque[tuple[Floats, list[tuple[Moment, Moment]]]]()
-        self._done, self._last = deque[Floats](), time.perf_counter()
+        # Numbers of a step, its laps, and its begin and end: the host may be ahead of a GPU.
+        self._finished = deque[tuple[Floats, list[tuple[Moment, Moment]], tuple[Moment, Moment]]]()
+        self._done, self._last = deque[Floats](), moment(self._device)
 
     def begin(self) -> None:
         """Note that the training gets a microbatch."""
@@ -38,12 +39,15 @@ class StepTimer:
 
     def finish(self, step: int, waited_s: float, work: float) -> None:
         """Note that the training wants another step; the work is nan if it is not in the plan."""
-        now = time.perf_counter()
-        times = np.array([step, now - self._last, waited_s, np.nan, work, np.nan, np.nan])
-        self._finished.append((times, self._laps))
-        self._last, self._laps = now, []
-        while self._finished and all(_has_passed(end) for _, end in self._finished[0][1]):
-            times, laps = self._finished.popleft()
+        times = np.array([step, np.nan, waited_s, np.nan, work, np.nan, np.nan])
+        laps, self._laps = self._laps, []
+        start, self._last = self._last, moment(self._device)
+        if type(start) is not type(self._last):  # the first step on a GPU
+            start = laps[0][0]
+        self._finished.append((times, laps, (start, self._last)))
+        while self._finished and _has_passed(self._finished[0][2][1]):
+            times, laps, whole = self._finished.popleft()
+            times[STEP_S] = seconds_between(*whole)
             times[COMPUTE_S] = sum(seconds_between(*lap) for lap in laps)
             self._done.append(times)
 

@@ -22,7 +22,7 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
 from bascule.comm.route import BoundRoute, move
-from bascule.data.slow_rank import NO_TIMES, Pace
+from bascule.data.slow_rank import NO_TIMES, STEP, STEP_S, Pace
 from bascule.data.source import Reading, Sample, Saved, whole_number, words_of
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.machine.costs import Cost, unit_seconds
@@ -31,6 +31,9 @@ from bascule.plan.offer import Offer
 from bascule.plan.plan import Plan, Priced, Sync, Terms, Verdict, plan_jointly, step_makespan, weigh
 from bascule.plan.routes import Route
 from bascule.plan.topology import Topology
+from bascule.plan.trial import Trial, Turn
+from bascule.quantities import percent
+from bascule.quantities import times as times_text
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +130,8 @@ class Rules:
     length_fn: Callable[[Sample], int] = num_input_ids
     weight_fn: Callable[[Sample], int] | None = None
     unpack: Callable[[Any], list[Sample]] | None = None  # of an item of the loader
+    as_loaded: Callable[[Any], Any] | None = None  # of an item none of whose samples moved
+    tries: bool = True
     collate: Callable[[list[Sample]], Any] = list  # called with [] for an empty microbatch
 
 
@@ -138,7 +143,7 @@ class Load:
     samples: Sequence[Sequence[Sample]] = ()
     offer: Offer | None = None
     parcels: Sequence[Parcel] = ()
-    num_items: Sequence[int] = ()  # that the loader gave, before `unpack`, by microbatch
+    items: Sequence[Sequence[Any]] = ()  # that the loader gave, before `unpack`, by microbatch
     num_missing: int = 0  # items that are None
     saved: Saved = (0, words_of(None))  # before the step
     times: Sequence[float] | Floats = NO_TIMES  # see `slow_rank`
@@ -146,7 +151,7 @@ class Load:
 
     def words(self, cost_version: int) -> Ints:
         """Describe samples in integers: `_HEAD`, M numbers of items, times, offer, and state."""
-        head = [self.flags, cost_version, self.saved[0], self.saved[1].size, *self.num_items]
+        head = [self.flags, cost_version, self.saved[0], self.saved[1].size, *map(len, self.items)]
         offer = [] if self.offer is None else [self.offer.to_words()]
         times = np.array(self.times).view(np.int64)
         return np.concatenate([np.array(head, np.int64), times, *offer, self.saved[1]])
@@ -163,7 +168,7 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
 
     Samples that are None are left out: None usually stands for a sample that cannot be read.
     """
-    flags, samples, num_items, num_missing = 0, list[list[Sample]](), list[int](), 0
+    flags, samples, items, num_missing = 0, list[list[Sample]](), list[list[Any]](), 0
     lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), "state of the loader"
     # Whatever ends the user's code, also SystemExit: the others would wait for a thread that ended.
     try:
@@ -172,9 +177,9 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
             place = f"microbatch {micro}"
             taken = next(reading, None)
             flags |= _SOME if taken is not None else _SHORT if loads else 0
-            num_items.append(len(taken or []))
-            taken = [item for item in taken or [] if item is not None]
-            num_missing += num_items[-1] - len(taken)
+            items.append(taken or [])
+            taken = [item for item in items[-1] if item is not None]
+            num_missing += len(items[-1]) - len(taken)
             place = f"microbatch {micro}, unpack"
             if rules.unpack is not None:
                 taken = [sample for item in taken for sample in rules.unpack(item)]
@@ -193,7 +198,7 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
         num_bytes=[sample.num_bytes for sample in parcels],
         weights=weights or None,
     )
-    return Load(flags, samples, offer, parcels, num_items, num_missing, saved)
+    return Load(flags, samples, offer, parcels, items, num_missing, saved)
 
 
 def named(error: BaseException, place: str) -> Exception:
@@ -325,6 +330,29 @@ class Decision:
     plans: tuple[Plan, ...]
     verdict: Verdict
     deliveries: Deliveries
+    loaded: tuple[Plan, ...] | None = None  # as loaded, if samples may also stay
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tried:
+    """A step whose seconds say whether moving pays."""
+
+    turn: Turn
+    before: float  # its predicted makespan as loaded
+    seconds: list[float]  # of the ranks that reported it
+
+
+def largest(offer: Offer, plans: Sequence[Plan]) -> Ints:
+    """Return (3,) the most tokens of a rank's microbatch, also if padded, and the longest sample.
+
+    A step in which none is larger than before needs no more memory than a rank had before.
+    """
+    rank_of = np.concatenate([plan.bag_of for plan in plans])
+    longest = np.zeros(offer.counts.size, np.int64)
+    np.maximum.at(longest, offer.micro * offer.num_ranks + rank_of, offer.lens)
+    counts = offer.sums(rank_of, np.ones_like(rank_of)).ravel()
+    tokens = offer.sums(rank_of, offer.lens)
+    return np.array([tokens.max(), (counts * longest).max(), longest.max()], np.int64)
 
 
 def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
@@ -365,6 +393,7 @@ class ReadyStep:
     received_bytes: int
     exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
     moving_s: float  # of the exchange, after the agreement
+    trial: tuple[float, ...]  # `Redistributor.state` after it
 
 
 class ClosedError(CommError):
@@ -385,22 +414,35 @@ class Redistributor:
         self._capacity, self._has_warned = _FIRST_CAPACITY, False
         leaders = [ranks.group.ranks[place] for place in ranks.leaders.tolist()]
         self.pace = Pace(leaders, says=ranks.group.rank == 0)
+        self.trial, self._largest = Trial(), np.zeros(3, np.int64)
+        self._tried = dict[int, _Tried]()  # by step, until all ranks reported its seconds
 
     def begin(self, group: RankGroup, epoch: int) -> None:
         """Make the steps of another iteration, in this group, with the newest cost model."""
         self.ranks, self._epoch = replace(self.ranks, group=group), epoch
         self._version, self._next_saved = len(self.terms) - 1, 0
+        self._forget()
 
     def set_cost(self, cost: Cost, speeds: Floats | None = None) -> None:
         """Use another cost model for later steps, once all ranks know it."""
         self.terms.append(replace(self.terms[-1], cost=cost, speeds=speeds))
+
+    def state(self) -> tuple[float, ...]:
+        """Return the state of the trial, for `restore`."""
+        return *self._largest.tolist(), *self.trial.state()
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Go on with the trial of an earlier run; an empty state changes nothing."""
+        if state:
+            self._largest = np.array(state[:3], np.int64)
+            self.trial.restore(state[3:])
 
     def saves(self, step: int) -> bool:
         """Return True if ranks exchange the states of their loaders with this step."""
         return step >= self._next_saved
 
     def step(self, step: int, load: Load) -> ReadyStep | None:
-        """Make this rank's part of a step; None at the end. Three collectives; errors reach all."""
+        """Make this rank's part of a step; None at the end. At most three collectives."""
         start = time.perf_counter()
         loaded = self._gather(step, load)
         if loaded.is_last(self.rules.ends):
@@ -412,16 +454,23 @@ class Redistributor:
             logger.warning("step %d: weight_fn gave 0 for all samples: loss_scale is 0", step)
         making = f"epoch {self._epoch}, making batches"
         try:
-            decision = self.decide(offer)
+            self._judge(step, loaded.times)
+            decision = self._with_trial(step, offer, self.decide(offer))
         except PlanError as error:
             raise PlanError(f"step {step}, epoch {self._epoch}: {error}") from None
         except Exception as error:  # of the cost model; another rank may not have it
             agree(self.ranks.group, {}, error, what=making, step=step)
             raise
         # Used from the next step on, whose agreement makes sure that it is the same on all ranks.
-        self._version = loaded.cost_version
+        if loaded.cost_version != self._version:
+            self._version = loaded.cost_version
+            self._forget()
         deliveries = decision.deliveries
         sent, received = int(deliveries.sent[rank]), int(deliveries.received[rank])
+        as_loaded = self.rules.as_loaded
+        is_same = (loaded.num_items == 1).all() and (offer.counts > 0).all()
+        if not is_same or deliveries.moves.any() or deliveries.is_padding.any():
+            as_loaded = None
         since = time.perf_counter()
         samples = self._move(step, offer, load, deliveries)
         exchange = start, time.perf_counter()
@@ -429,8 +478,12 @@ class Redistributor:
         try:
             for micro, plan in enumerate(decision.plans):
                 rows, is_padding, loss_scale = deliveries.share(offer, rank, micro)
+                if as_loaded is None:
+                    data = self.rules.collate([samples[row] for row in rows.tolist()])
+                else:
+                    data = as_loaded(load.items[micro][0])
                 batch = Batch(
-                    data=self.rules.collate([samples[row] for row in rows.tolist()]),
+                    data=data,
                     loss_scale=loss_scale,
                     epoch=self._epoch,
                     step=step,
@@ -443,11 +496,14 @@ class Redistributor:
                 )
                 batches.append(batch)
         except BaseException as error:
-            failed = named(error, "collate_fn")
-        agree(self.ranks.group, {}, failed, what=making, step=step)
+            failed = named(error, "collate_fn" if as_loaded is None else "as_loaded")
+        if as_loaded is None:
+            agree(self.ranks.group, {}, failed, what=making, step=step)
+        elif failed is not None:  # the end of this thread tells other ranks
+            raise failed
         saved = loaded.saved if any(state.size for _, state in loaded.saved) else []
-        numbers = loaded.num_items, load.num_missing
-        return ReadyStep(batches, *numbers, saved, sent, received, exchange, exchange[1] - since)
+        numbers = loaded.num_items, load.num_missing, saved, sent, received
+        return ReadyStep(batches, *numbers, exchange, exchange[1] - since, self.state())
 
     def decide(self, offer: Offer) -> Decision:
         """Plan all microbatches if that saves enough; the decision is the same on all ranks."""
@@ -464,6 +520,7 @@ class Redistributor:
         )
         if is_legal:  # else samples move, whatever it costs
             reason = weigh(before, least, min_gain=rules.min_gain)
+            reason = "slower" if self.trial.is_slower and reason == "balanced" else reason
             if reason != "balanced":  # no plan gains more
                 return self._decision(offer, loaded, Verdict(False, reason, before, least))
         try:
@@ -485,12 +542,54 @@ class Redistributor:
                 exposed = self._exposed(moved)
                 reason = weigh(before, after, min_gain=rules.min_gain, exchange=exposed)
             if reason == "balanced":
-                return moved
+                return replace(moved, loaded=loaded if is_legal else None)
         return self._decision(offer, loaded, Verdict(False, reason, before, after))
 
     def _decision(self, offer: Offer, plans: tuple[Plan, ...], verdict: Verdict) -> Decision:
         rank_of, pad = np.concatenate([plan.bag_of for plan in plans]), self.rules.ends != "finish"
         return Decision(plans, verdict, Deliveries.of(offer, rank_of, self.ranks, pad=pad))
+
+    def _with_trial(self, step: int, offer: Offer, decision: Decision) -> Decision:
+        """Leave a step as loaded if it is its turn, and an earlier one needed as much memory."""
+        loaded, verdict = decision.loaded, decision.verdict
+        if not (offer.lens.size and self.rules.tries and self.ranks.num > 1):
+            return decision
+        if loaded is not None and (largest(offer, loaded) <= self._largest).all():
+            turn = self.trial.turn(verdict.before / verdict.after)
+            if turn is not None:
+                self._tried[step] = _Tried(turn, verdict.before, [])
+                if turn.stays:
+                    stayed = Verdict(False, "trial", verdict.before, verdict.after)
+                    decision = self._decision(offer, loaded, stayed)
+        self._largest = np.maximum(self._largest, largest(offer, decision.plans))
+        return decision
+
+    def _judge(self, step: int, times: Floats) -> None:
+        """Add the seconds of steps that all ranks have finished to the trial."""
+        for number, seconds in times[:, [STEP, STEP_S]].tolist():
+            tried = self._tried.get(number)
+            if tried is None:
+                continue
+            tried.seconds.append(seconds)
+            if len(tried.seconds) == len(times):
+                del self._tried[number]
+                if (slowest_s := float(np.max(tried.seconds))) > 0.0:  # not nan
+                    self.trial.add(tried.turn, slowest_s / tried.before)
+        if self.trial.is_slower and self._tried:
+            self._tried = {}
+            if self.ranks.group.rank == 0 and (gain := self.trial.gain):
+                logger.warning(
+                    "step %d: moving samples makes steps slower, measured %s as fast (error %s) "
+                    "as steps as loaded beside them. From here on samples stay where they were "
+                    "loaded, unless limits forbid it. Learn the cost with CostTracker, or give "
+                    "LoaderOptions(min_gain=..) a value of 1 to balance nothing",
+                    *(step, times_text(gain[0]), percent(gain[1])),
+                )
+
+    def _forget(self) -> None:
+        """Drop steps whose seconds have not come: predictions change, or another iteration runs."""
+        self.trial.restart()
+        self._tried = {}
 
     def _exposed(self, decision: Decision) -> float:
         """Return by how much the exchange outlasts the step behind which it runs.

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from bascule.arrays import Floats, Ints, cumulative, frozen, ranges
 from bascule.checks import choice, fields, number, of_type
 from bascule.errors import ConfigError, PlanError
-from bascule.machine.cluster import Cluster
-from bascule.machine.costs import Cost, describe_cost, evaluate
+from bascule.machine.cluster import BYTES_PER_VALUE, Cluster
+from bascule.machine.costs import Cost, TransformerCost, describe_cost, evaluate
 from bascule.plan import metrics
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.masks import Masks
@@ -42,6 +42,7 @@ _Result = TypeVar("_Result")
 JSON_VERSION = 2
 MAX_TOKENS = 2**31 - 1
 
+_NUM_ROUTES = 2  # of a token in a forward pass: to its bag and back
 _NODE_TOLERANCE = 0.005  # default share of the makespan that keeping tokens in their node may cost
 _SHARE = 0.99  # least share of a bag's tokens that makes a sequence the whole work of the bag
 _EVEN = 1.01  # imbalance up to which no single sequence binds
@@ -374,10 +375,12 @@ class Terms:
     speeds: npt.ArrayLike | None = None
     cluster: Cluster | None = None
     locality_tolerance: float | None = None
+    min_gain: float = 0.0  # least share of a step that `at_home_unless_it_pays` moves sequences for
 
     def __post_init__(self) -> None:
         cluster = Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None"
         fields(self, cluster=(of_type, *cluster), locality_tolerance=number)
+        fields(self, min_gain=(number, 0.0, 1.0))
         _ = self.token_limits  # refuses what the cost model cannot count
 
     @cached_property
@@ -434,6 +437,24 @@ class Priced:
         """Return the plan without a bound that moves no sequence, on bags of one rank."""
         owner = self.offer.owner
         return self.plan_of(owner, self.prices.loads(owner), 0.0)
+
+    def routing_s(self, bag_of: Ints) -> float:
+        """Predict the seconds in which sequences move to other bags and back, in all passes.
+
+        0 without a cluster, or a width that says how many bytes a token has.
+        """
+        cost, cluster, topology = self.terms.cost, self.terms.cluster, self.prices.topology
+        owner = self.offer.owner
+        away = topology.bag_of_rank[owner] != bag_of
+        if cluster is None or not isinstance(cost, TransformerCost) or not away.any():
+            return 0.0
+        sizes = self.offer.lens * away * float(_NUM_ROUTES * BYTES_PER_VALUE * cost.d_model)
+        nodes = owner // cluster.ranks_per_node, topology.first_ranks[bag_of]
+        is_near = nodes[0] == nodes[1] // cluster.ranks_per_node
+        each_s = np.asarray(cluster.wires.sending(sizes * is_near, sizes * ~is_near))
+        sent = np.bincount(owner, each_s).max()
+        received = np.bincount(bag_of, each_s, topology.num_bags) / topology.bag_sizes
+        return max(float(sent), float(received.max())) + _NUM_ROUTES * cluster.wires.latency_s
 
     def on_top(self, carried: Floats) -> Plan:
         """Plan on top of (num_ranks,) carried loads, and leave these out of the plan's loads."""
@@ -505,9 +526,10 @@ def _of_microbatch(place: int, make: Callable[[_Input], _Result], microbatch: _I
 
 # --- whether moving pays --------------------------------------------------------------------------
 
-Reason = Literal["balanced", "even", "gain", "exchange", "limits"]
+Reason = Literal["balanced", "even", "gain", "exchange", "limits", "trial", "slower"]
 """Why items move or stay: "balanced" they move; "even": nothing is gained; "gain": less than the
-least gain; "exchange": moving takes longer than it saves; "limits": only the loaded batch fits."""
+least gain; "exchange": moving takes longer than it saves; "limits": only the loaded batch fits;
+"trial": this step measures whether moving pays; "slower": moving was measured to be slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,6 +552,36 @@ def weigh(before: float, after: float, *, min_gain: float = 0.0, exchange: float
     if before - after < min_gain * before:
         return "gain"
     return "exchange" if before - after <= exchange else "balanced"
+
+
+def at_home_unless_it_pays(
+    microbatches: Sequence[Priced], plans: tuple[Plan, ...], sync: Sync
+) -> tuple[Plan, ...]:
+    """Return the plans of a step, or legal plans in which all stays where `weigh` advises that."""
+    if len(plans) == 1 and plans[0].topology.num_bags == 1:
+        return plans
+    pairs = list(zip(microbatches, plans, strict=True))
+    homes = [priced.prices.topology.bag_of_rank[priced.offer.owner] for priced in microbatches]
+    loads = [priced.prices.loads(home) for priced, home in zip(microbatches, homes, strict=True)]
+    if sync == "step" and len(plans) > 1:
+        of_ranks = zip(loads, plans, strict=True)
+        loads = [np.sum([x[plan.topology.bag_of_rank] for x, plan in of_ranks], axis=0)]
+    before, after = sum(float(x.max()) for x in loads), step_makespan(plans, sync=sync)
+    min_gain = microbatches[0].terms.min_gain if plans else 0.0
+    reason = weigh(before, after, min_gain=min_gain)
+    if reason == "balanced" and microbatches[0].terms.cluster is not None:
+        routing_s = sum(priced.routing_s(plan.bag_of) for priced, plan in pairs)
+        reason = weigh(before, after, exchange=routing_s)
+    if reason in ("balanced", "even"):
+        return plans
+    for priced, home in zip(microbatches, homes, strict=True):
+        if priced.prices.problem(priced.terms.token_limits).excess(home):
+            return plans
+    staying = zip(pairs, homes, strict=True)
+    return tuple(
+        priced.plan_of(home, priced.prices.loads(home), plan.lower_bound)
+        for (priced, plan), home in staying
+    )
 
 
 # --- what stays at home ---------------------------------------------------------------------------

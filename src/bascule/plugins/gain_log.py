@@ -1,6 +1,5 @@
 """A callback that writes the gain of balancing to the log of a Trainer."""
 
-import time
 from typing import Any
 
 from transformers import TrainerCallback
@@ -21,18 +20,12 @@ class GainLog(TrainerCallback):
         self._gain = Gain()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the step that ends now to the gain."""
+        """Add the step to the gain."""
         if self.dealt is not None:
             place = (state.global_step - 1) % self.dealt.num_steps
             if place < len(self.dealt.steps):
                 before, after, mean = self.dealt.steps[place]
-                self._gain.add(before, after, mean, time.perf_counter())
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Pause the step timer, because saving, evaluation and epoch starts do not count."""
-        self._gain.pause()
-
-    on_evaluate = on_epoch_begin = on_save
+                self._gain.add(before, after, mean)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the gain to the logs of the Trainer and of later callbacks."""

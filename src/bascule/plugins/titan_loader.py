@@ -62,6 +62,7 @@ class BalancedDataLoader(BaseDataLoader):
             length_fn=lambda document: len(document["input"]),
             options=LoaderOptions(
                 unpack=documents,
+                as_loaded=row_of,
                 collate_fn=partial(row, tokens),
                 limits=Limits(tokens=int(config.room * tokens)),
                 min_gain=self._min_gain,
@@ -97,7 +98,12 @@ def documents(item: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]
     starts = torch.nonzero(fields.pop("positions") == 0).flatten().tolist()
     bounds = [*([0] if starts[:1] != [0] else []), *starts, len(item[1])]
     parts = itertools.pairwise(bounds)
-    return [{name: value[a:b].clone() for name, value in fields.items()} for a, b in parts]
+    return [{name: value[a:b] for name, value in fields.items()} for a, b in parts]
+
+
+def row_of(item: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a loaded row (S,) as (1, S)."""
+    return {name: value[None] for name, value in item[0].items()}, item[1][None]
 
 
 def row(loaded: int, samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:

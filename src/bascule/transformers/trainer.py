@@ -1,7 +1,6 @@
 """Balanced loading and packs for Hugging Face's Trainer, with one keyword argument."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -240,11 +239,13 @@ class BalancedTrainerMixin(_Base):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log `Gain.metrics` and moved bytes beside each loss of training."""
+        """Log `Gain.metrics`, the measured gain and moved bytes beside each loss of training."""
         loader: object = self.callback_handler.train_dataloader
         if isinstance(loader, TrainLoader) and "loss" in logs:
             did = loader.balanced.metrics()
             metrics = loader.gain.metrics() | {"moved_bytes": did["sent_bytes"]}
+            if did["measured_gain"] is not None:
+                metrics |= {name: did[name] for name in ("measured_gain", "measured_gain_error")}
             if did["slow_rank"] is not None:
                 cause = did["slow_cause"].removeprefix("slow ")
                 metrics |= {f"slow_{cause}": did["slow_rank"], "slow_share": did["slow_share"]}
@@ -493,12 +494,12 @@ class TrainLoader:
             yield from self._epoch()
 
     def count(self) -> None:
-        """Add the step that ends now to the gain."""
+        """Add the step to the gain."""
         step, self._step = self._step, []
         verdict, work = step[0].verdict, sum(float(np.mean(batch.plan.loads)) for batch in step)
         work += float(getattr(self.balanced.cost, "overhead", 0.0))
         after = verdict.after if verdict.applied else verdict.before
-        self.gain.add(verdict.before, after, work, time.perf_counter())
+        self.gain.add(verdict.before, after, work)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Continue at a checkpoint, by the `state_dict` of its loader."""
@@ -584,13 +585,6 @@ class LoaderProgress(TrainerCallback, ExportableState):
         if self._loader is not None:
             self._loader.count()
             state.epoch = self._loader.num_epochs
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Exclude saving, evaluation and the start of an epoch from the time of a step."""
-        if self._loader is not None:
-            self._loader.gain.pause()
-
-    on_evaluate = on_epoch_begin = on_save
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the thread of an unfinished epoch."""
