@@ -39,7 +39,9 @@ def make_loader(
         cost=cost,
         accumulate=accumulate,
         sync=sync,
-        options=LoaderOptions(batch_size=6, ends="finish", collate_fn=list, timeout_s=100, **more),
+        options=LoaderOptions(
+            batch_size=6, ends="finish", collate_fn=list, timeout_s=100, tries=False, **more
+        ),
     )
 
 
