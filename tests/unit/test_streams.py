@@ -20,9 +20,7 @@ MIX = "g1b3i64f1s0,g1b2i32f7s1,g1b0i256f1s0"
 
 
 def stream(rank: int, *, seed: int = 0, world_size: int = 3) -> SyntheticStream:
-    return SyntheticStream(
-        MIX, rank=rank, world_size=world_size, seed=seed, channels=5, text_dim=6, vec_dim=7
-    )
+    return SyntheticStream(MIX, rank=rank, world_size=world_size, seed=seed)
 
 
 def make_batch(shapes: list[SampleShape], ids: list[int]) -> SampleBatch:
@@ -140,7 +138,7 @@ def test_timesteps_fill_the_unit_interval() -> None:
 
 
 def test_the_images_can_be_learned_from_position_and_prompt() -> None:
-    source = SyntheticStream("g1b64i64f1s0", channels=16)
+    source = SyntheticStream("g1b64i64f1s0")
     train, test = source.batch(0), source.batch(1)
     basis = torch.linalg.svd(train.pooled.double()).Vh[:8].T
 

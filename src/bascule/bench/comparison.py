@@ -202,9 +202,7 @@ class BalancedInModel(Unbalanced):
         self.cost, self.step = cost, None
         options = samples.options
         self._parallel = SequenceParallel(
-            mesh,
-            topology,
-            cost,
+            *(mesh, topology, cost),
             timeout_s=options.timeout_s,
             kernel=options.kernel,
             device=samples.device,

@@ -227,11 +227,9 @@ def _slow_ranks(measured: Measured, limit: float) -> Rule:
     for work in measured.of(WORK):
         is_slow = to_median(work.seconds) > limit
         for rank in _often(is_slow):
-            what = (
-                f"rank {rank} on {measured.facts[rank]['host']} takes "
-                f"{times(float(work.ratios[rank]))} the median rank's time for the same "
-                f"{work.name}, and was too slow in {_rounds(is_slow[:, rank])}"
-            )
+            longer, host = times(float(work.ratios[rank])), measured.facts[rank]["host"]
+            what = f"rank {rank} on {host} takes {longer} the median rank's time for the same "
+            what += f"{work.name}, and was too slow in {_rounds(is_slow[:, rank])}"
             yield "slow rank", [rank], what, times(limit)
 
 
@@ -243,11 +241,9 @@ def _slow_links(measured: Measured, limit: float) -> Rule:
         shares = 1.0 / to_median(np.concatenate([link.seconds for link in links], axis=1))
         for place in _often(shares < limit):
             link, share = links[place], shares[:, place]
-            what = (
-                f"{measured.describe(link)} in messages of {num_bytes(link.size)} on {on}, "
-                f"{times(float(np.median(share)))} the median link {where}, and were too slow in "
-                f"{_rounds(share < limit)}"
-            )
+            what = f"{measured.describe(link)} in messages of {num_bytes(link.size)} on {on}, "
+            what += f"{times(float(np.median(share)))} the median link {where}, and were too slow "
+            what += f"in {_rounds(share < limit)}"
             yield "slow link", link.ends, what, times(limit)
 
 
@@ -259,10 +255,8 @@ def _below(measured: Measured, profile: HardwareProfile, slower: float, share: f
         limit, source = expected / slower, profile.provenance_of(f"{work.name}_flops_per_s")
         if slow := _often(work.amount / work.seconds < limit):
             rate = work.amount / work.rank_seconds[slow].max()
-            what = (
-                f"{named(slow)}: {amount(rate, 'FLOP/s')} in {work.name}, the profile of "
-                f"{profile.device} ({source}) has {amount(expected, 'FLOP/s')}"
-            )
+            what = f"{named(slow)}: {amount(rate, 'FLOP/s')} in {work.name}, the profile of "
+            what += f"{profile.device} ({source}) has {amount(expected, 'FLOP/s')}"
             yield "profile", slow, what, amount(limit, "FLOP/s")
     for link in measured.largest_links():
         name = "intra_bytes_per_s" if measured.is_near(link) else "inter_bytes_per_s"
@@ -271,10 +265,8 @@ def _below(measured: Measured, profile: HardwareProfile, slower: float, share: f
             continue
         if _often(link.amount / link.seconds < share * expected):
             source = profile.provenance_of(name)
-            what = (
-                f"{measured.describe(link)}, the profile of {profile.device} ({source}) has "
-                f"{amount(expected, 'B/s')} {measured.place_of(link)}"
-            )
+            what = f"{measured.describe(link)}, the profile of {profile.device} ({source}) has "
+            what += f"{amount(expected, 'B/s')} {measured.place_of(link)}"
             yield "profile", link.ends, what, amount(share * expected, "B/s")
 
 

@@ -49,10 +49,8 @@ class BenchOptions(Outputs, RunOptions):
             refuse(self, ("batch_size",), "--data says how many samples a rank has; leave it out")
         for code in codes:
             if (tokens := code.batch_size * code.image_tokens) > MAX_TOKENS:
-                raise ConfigError(
-                    f"--data {code}: {tokens:,} visual tokens per rank, over {MAX_TOKENS:,}: use "
-                    "fewer samples, pixels or frames"
-                )
+                what = f"--data {code}: {tokens:,} visual tokens per rank, over {MAX_TOKENS:,}"
+                raise ConfigError(f"{what}: use fewer samples, pixels or frames")
         if not self.loader:
             refuse(self, ("accumulate",), "only with --loader")
         names = self.topologies or (f"g1n{world_size}",)
@@ -73,10 +71,8 @@ class BenchOptions(Outputs, RunOptions):
         names = "vae", "text_encoder"
         refuse(self, names, "--loader moves samples before they are encoded; leave one of them out")
         if any(int(topology.bag_sizes.max()) > 1 for topology in topologies):
-            raise ConfigError(
-                f"--topologies {' '.join(self.topologies)}: --loader moves whole samples between "
-                "bags of one rank; leave --topologies out"
-            )
+            what = "--loader moves whole samples between bags of one rank; leave --topologies out"
+            raise ConfigError(f"--topologies {' '.join(self.topologies)}: {what}")
         if topologies[0].num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
 

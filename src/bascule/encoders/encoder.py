@@ -50,6 +50,7 @@ from bascule.machine.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.offer import Offer
 
+_NAME_SOURCES = "name the arguments that hold items in EncoderTable(sources=..)"
 _NUM_TRIALS = 5
 _FIRST_CAPACITY = 128  # integers of each rank for which the first gather has room
 
@@ -324,10 +325,8 @@ class BalancedEncoder:
             tensors = [x for piece in local.pieces for x in piece.values() if isinstance(x, Tensor)]
             flags = (records and any(x.requires_grad for x in tensors)) + 2 * trains
             if is_shared and flags:
-                raise ConfigError(
-                    f"features_for={features_for!r} has no gradients: encode under "
-                    "torch.no_grad(), or let each rank give its own items"
-                )
+                fix = "encode under torch.no_grad(), or let each rank give its own items"
+                raise ConfigError(f"features_for={features_for!r} has no gradients: {fix}")
             compared = {
                 "call": call,
                 "settings": self._module_settings,
@@ -495,10 +494,8 @@ class Installed:
         tokens = self._tokens
         self._tokens = [None]
         if output is not None and self._left:
-            raise ConfigError(
-                f"the model was given {self._kinds} but did not call its encoder for all of them: "
-                "name the arguments that hold items in EncoderTable(sources=..)"
-            )
+            what = f"the model was given {self._kinds} but did not call its encoder for all of them"
+            raise ConfigError(f"{what}: {_NAME_SOURCES}")
         # The last call's backward pass runs first, and leads to those of the calls before.
         return None if output is None else attach(output, tokens[-1:])
 
@@ -516,10 +513,8 @@ class Installed:
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the output that the model gets when it calls its encoder."""
         if not self._left:
-            raise ConfigError(
-                f"the model calls its encoder more often than for its arguments {self._kinds}: "
-                "name the arguments that hold items in EncoderTable(sources=..)"
-            )
+            what = f"the model calls its encoder more often than for its arguments {self._kinds}"
+            raise ConfigError(f"{what}: {_NAME_SOURCES}")
         self._left.pop(0)
         features: Features = self._encoder.call_after(self._tokens[-1], args, kwargs)
         self._keep(features)
@@ -548,7 +543,5 @@ def _holder(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
         for name, child in parent.named_children():
             if child is module:
                 return parent, name
-    raise ConfigError(
-        f"a {type(model).__name__} does not contain this {type(module).__name__}: install the "
-        "encoder in the model whose encoder it was made with"
-    )
+    what = f"a {type(model).__name__} does not contain this {type(module).__name__}"
+    raise ConfigError(f"{what}: install the encoder in the model whose encoder it was made with")

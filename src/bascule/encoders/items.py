@@ -71,10 +71,9 @@ class EncoderTable:
         sizes = [1] * max(counts, default=0) if self.sizes is None else list(self.sizes(arguments))
         total = sum(sizes)
         if counts != {len(sizes)} or any(rows.get(x, total) != total for x in self.packed):
-            raise ConfigError(
-                f"arguments of shapes {shapes} differ in their number of items: give tensors with "
-                f"one row per item{', or its size in ' + str(self.packed) if self.packed else ''}"
-            )
+            what = f"arguments of shapes {shapes} differ in their number of items"
+            sized = f", or its size in {self.packed}" if self.packed else ""
+            raise ConfigError(f"{what}: give tensors with one row per item{sized}")
         return sizes
 
     def join(self, items: Sequence[Item]) -> Item:
@@ -99,10 +98,9 @@ def _cut_rows(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     if num == len(sizes):
         return leaf.split(1)
     if num < 0 or any(num * size % total for size in sizes):
-        raise ConfigError(
-            f"an output of shape {tuple(leaf.shape)} cannot be cut into {len(sizes)} items of "
-            f"sizes {list(sizes)[:8]}: the module must return rows for each item in dim 0"
-        )
+        items = f"{len(sizes)} items of sizes {list(sizes)[:8]}"
+        what = f"an output of shape {tuple(leaf.shape)} cannot be cut into {items}"
+        raise ConfigError(f"{what}: the module must return rows for each item in dim 0")
     return leaf.split([num * size // total for size in sizes])
 
 

@@ -36,10 +36,8 @@ class InPlace:
         if isinstance(pipeline, nn.Module):
             names += [name for name, child in pipeline.named_children() if child is module]
         if not names:
-            raise ConfigError(
-                f"a {type(pipeline).__name__} does not have this {type(module).__name__}: "
-                "install it in the pipeline that its module came from"
-            )
+            what = f"a {type(pipeline).__name__} does not have this {type(module).__name__}"
+            raise ConfigError(f"{what}: install it in the pipeline that its module came from")
         self._pipeline, self._name, self._module = pipeline, names[0], module
         cls = type(module)
         members: dict[str, Any] = {"__module__": cls.__module__}
@@ -176,10 +174,9 @@ def settings_of(calls: nn.Module) -> str:
     name = type(vae).__name__
     parts = getattr(vae, "_modules", {})
     if not hasattr(vae, "use_tiling") or not {"encoder", "decoder"} <= parts.keys():
-        raise ConfigError(
-            f"a {name} cannot tile (needs use_tiling, encoder, decoder): give a VAE of diffusers "
-            "that has enable_tiling, or encode whole images with BalancedEncoder"
-        )
+        fix = "that has enable_tiling, or encode whole images with BalancedEncoder"
+        what = f"a {name} cannot tile (needs use_tiling, encoder, decoder)"
+        raise ConfigError(f"{what}: give a VAE of diffusers {fix}")
     sizes = {key: value for key, value in vars(vae).items() if key.startswith(("tile_", "use_f"))}
     for key, size in sizes.items():
         may_be_0 = key.startswith("use_") or "overlap" in key
@@ -188,10 +185,8 @@ def settings_of(calls: nn.Module) -> str:
             raise ConfigError(f"{key} of the {name} is {size!r}: a tile needs a number above 0")
         least = sizes.get(key.replace("_stride_", "_min_"), size)
         if size > least:
-            raise ConfigError(
-                f"{key} of the {name} is {size}, more than its tile size {least}: give "
-                "enable_tiling a smaller stride"
-            )
+            what = f"{key} of the {name} is {size}, more than its tile size {least}"
+            raise ConfigError(f"{what}: give enable_tiling a smaller stride")
     config = {k: v for k, v in vae.config.items() if not k.startswith(("_", "latents_"))}
     return f"{name} with {sizes}, {dict(sorted(config.items()))}"
 
@@ -217,10 +212,8 @@ def noted(
         try:
             output = getattr(recorder.model, method)(sample, *args, **kwargs)
         except Exception as error:
-            raise ConfigError(
-                f"the {type(vae).__name__} cannot {method} a sample of shape {tuple(x.shape)} in "
-                f"its tiles: {error}"
-            ) from error
+            what = f"the {type(vae).__name__} cannot {method} a sample of shape {tuple(x.shape)}"
+            raise ConfigError(f"{what} in its tiles: {error}") from error
         tiles += [_as_item(recorder.part, calls) for calls in recorder.tiles if len(x)]
     return tiles, output
 
@@ -242,10 +235,8 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
         plain.append({name: value for name, value in call.items() if name not in left_out})
     for x in tensors.values():
         if not x.numel():
-            raise ConfigError(
-                f"a tile of shape {tuple(x.shape)} is empty: the tile sizes do not fit this model: "
-                "choose larger ones in enable_tiling"
-            )
+            fix = "the tile sizes do not fit this model: choose larger ones in enable_tiling"
+            raise ConfigError(f"a tile of shape {tuple(x.shape)} is empty: {fix}")
     return {"part": part, "calls": plain, **tensors}
 
 

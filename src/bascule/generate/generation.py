@@ -39,13 +39,7 @@ from bascule.workload.tables import load_av
 
 
 class Generation(Sink):
-    """A run that makes outputs for prompts; all ranks of the job construct and run it together.
-
-    Attributes:
-        prompts: All prompts, in order.
-        names: File names of their outputs.
-        missing: Indices of the prompts whose outputs do not exist, on rank 0.
-    """
+    """A run that makes outputs for prompts; all ranks of the job construct and run it together."""
 
     @shared("the start of bascule generate")
     def __init__(self, options: GenerateOptions, device: torch.device) -> None:
@@ -59,7 +53,7 @@ class Generation(Sink):
         ending = VIDEO if "num_frames" in self._takes else IMAGE
         if ending == VIDEO:
             load_av(f"--model {options.model}")  # or refuse at once
-        self.names = [name + ending for name in names_of(self.prompts, options)]
+        self.names = [name + ending for name in names_of(self.prompts, options)]  # of output files
         for place, prompt in enumerate(self.prompts):
             picture = None if prompt.image is None else bool(prompt.image)
             try:
@@ -85,7 +79,7 @@ class Generation(Sink):
         self._world = member_of(resolve(None), "world")
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._made_folder = False  # True on rank 0 if it did
-        self.missing = self._find_missing()
+        self.missing = self._find_missing()  # on rank 0, indices of prompts without an output
         self._records, self._error = list[dict[str, Any]](), None
 
     def num_steps(self, place: int) -> int:

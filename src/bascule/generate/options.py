@@ -100,12 +100,8 @@ class GenerateOptions(Outputs, RankOptions):
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees that options give, as arguments of a `Shape`."""
-        degrees = {
-            "data": self.replicas,
-            "guidance": self.guidance_ranks,
-            "ring": self.ring,
-            "ulysses": self.ulysses,
-        }
+        degrees = {"data": self.replicas, "guidance": self.guidance_ranks}
+        degrees |= {"ring": self.ring, "ulysses": self.ulysses}
         return {name: degree for name, degree in degrees.items() if degree is not None}
 
     def check_source(self) -> None:

@@ -22,30 +22,22 @@ _MORE = (1.01, 1.03, 1.1, 1.2, 1.5)
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """Neighbouring ranks that share a pack: seconds of each rank, and places of the sequences."""
+    """Neighbouring ranks that share a pack."""
 
     num_ranks: int
-    load: float
-    members: list[int]
+    load: float  # seconds of each rank
+    members: list[int]  # places of the sequences
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPrices:
-    """What sequences cost in groups of each possible size.
+    """What sequences cost in groups of each possible size."""
 
-    Attributes:
-        sizes: (k,) ranks that a group may have, ascending; the last is all ranks.
-        tokens: (n,) tokens of the sequences, descending; all ranks together hold any of them.
-        seconds: (n, k) seconds of a sequence on each rank of its group.
-        launches: (k,) seconds that a group takes besides.
-        most_tokens: Most tokens of a rank.
-    """
-
-    sizes: tuple[int, ...]
-    tokens: Ints
-    seconds: Floats
-    launches: Floats
-    most_tokens: int
+    sizes: tuple[int, ...]  # (k,) ranks that a group may have, ascending; the last is all ranks
+    tokens: Ints  # (n,) of the sequences, descending; all ranks together hold any of them
+    seconds: Floats  # (n, k) seconds of a sequence on each rank of its group
+    launches: Floats  # (k,) seconds that a group takes besides
+    most_tokens: int  # of a rank
 
 
 def plan_groups(prices: GroupPrices, multiple: int = 1) -> list[list[ContextGroup]]:
@@ -62,10 +54,8 @@ def plan_groups(prices: GroupPrices, multiple: int = 1) -> list[list[ContextGrou
         richest = max(range(len(made)), key=lambda place: len(_members(made[place])))
         members = np.sort(_members(made.pop(richest)))
         if members.size < 2:
-            wrong = (
-                f"{prices.tokens.size} sequences do not fill a multiple of {multiple} microbatches"
-            )
-            raise PlanError(f"{wrong}: raise the global batch size")
+            what = f"{prices.tokens.size} sequences do not fill a multiple of {multiple}"
+            raise PlanError(f"{what} microbatches: raise the global batch size")
         made += [_Filler(prices, members[first::2]).together() for first in (0, 1)]
     return made
 

@@ -3,16 +3,16 @@
 import contextlib
 import runpy
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 
 @contextlib.contextmanager
-def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
-    """Add an entry to a trainer's table, and restore the table when the `with` block ends."""
+def entered(table: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> Iterator[None]:
+    """Add entries to a trainer's table, and restore the table when the `with` block ends."""
     before = dict(table)
-    table[name] = value
+    table.update(entries)
     try:
         yield
     finally:
@@ -38,7 +38,7 @@ def main() -> None:
 
     from bascule.plugins.hf_trainer import BalanceCallback
 
-    with entered(INTEGRATION_TO_CALLBACK, "bascule", BalanceCallback):
+    with entered(INTEGRATION_TO_CALLBACK, {"bascule": BalanceCallback}):
         run_script()
 
 

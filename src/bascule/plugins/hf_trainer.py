@@ -37,10 +37,9 @@ class BalanceCallback(GainLog):
             return
         is_even = isinstance(shard, BatchSamplerShard) and shard.even_batches
         if not is_even or shard.split_batches or type(shard.batch_sampler) is not BatchSampler:
-            raise ConfigError(
-                "--report_to bascule needs a dataset with a length, and even_batches without "
-                "split_batches, dispatch_batches and batch_rebalance; else use BalancedTrainerMixin"
-            )
+            what = "--report_to bascule needs a dataset with a length, and even_batches without"
+            others = "split_batches, dispatch_batches and batch_rebalance"
+            raise ConfigError(f"{what} {others}; else use BalancedTrainerMixin")
         collate: Any = getattr(loader.collate_fn, "data_collator", loader.collate_fn)
         lengths = self._lengths
         if lengths is None:

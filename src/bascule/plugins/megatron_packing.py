@@ -6,7 +6,6 @@ The script gets these schedulers for ``--sequence-packing-scheduler`` ``dp_balan
 
 # pyright: reportMissingImports=false
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,18 +126,14 @@ class DynamicPackingScheduler(BalancedPackingScheduler):
         """
         ordered = sorted(sample_id_seqlens, key=lambda pair: -pair[1])
         ids, lengths = np.array(ordered, dtype=np.int64).reshape(-1, 2).T
-        most = self._tokens // self._cp_size
-        if lengths.max(initial=0) > most * self._sizes[-1]:
-            wrong = (
-                f"{self._sizes[-1]} ranks of {most} tokens do not hold a sequence of {lengths[0]}"
-            )
-            least = -(-int(lengths[0]) // self._sizes[-1])
+        most, num_ranks = self._tokens // self._cp_size, self._sizes[-1]
+        if lengths.max(initial=0) > most * num_ranks:
+            wrong = f"{num_ranks} ranks of {most} tokens do not hold a sequence of {lengths[0]}"
+            least = -(-int(lengths[0]) // num_ranks)
             raise PlanError(f"{wrong}: raise --max-seqlen-per-dp-cp-rank to {least}, or cut it")
-        cost, cluster = self._cost or TransformerCost(4096), self._cluster
-        if cluster is None:
-            cluster = HardwareProfile.load("h100-datasheet").cluster(
-                self._sizes[-1], self._per_node
-            )
+        h100 = HardwareProfile.load("h100-datasheet")
+        cluster = self._cluster or h100.cluster(num_ranks, self._per_node)
+        cost = self._cost or TransformerCost(4096)
         seconds, launches = np.empty((lengths.size, len(self._sizes))), np.empty(len(self._sizes))
         for place, size in enumerate(self._sizes):
             bag = BagShape.aligned(1, size, cluster.ranks_per_node)
@@ -162,12 +157,9 @@ def main() -> None:
     """Run a script of Megatron with these schedulers."""
     from megatron.core.datasets.data_schedule import scheduler_map
 
-    with contextlib.ExitStack() as stack:
-        for key in list(scheduler_map):  # names, or members of an Enum of names
-            name = getattr(key, "value", key)
-            stack.enter_context(
-                entered(scheduler_map, key, SCHEDULERS.get(name, scheduler_map[key]))
-            )
+    # Keys are names, or members of an Enum of names.
+    ours = {key: SCHEDULERS.get(getattr(key, "value", key)) for key in scheduler_map}
+    with entered(scheduler_map, {key: scheduler for key, scheduler in ours.items() if scheduler}):
         run_script()
 
 

@@ -21,11 +21,8 @@ def places_of(
 ) -> dict[Block, Replica]:
     """Return this rank's place in each of its blocks, without communication.
 
-    Args:
-        control: Group of all ranks, on the host.
-        attending: Group of all ranks, for attention.
-        shapes: Mesh of a block by its degree.
-        size: Ranks of a replica, if blocks count replicas.
+    Both groups have all ranks; `control` is on the host. `shapes` has the mesh of a block by its
+    degree. If blocks count replicas, these have `size` ranks each.
     """
     unit, places = control.rank // size, dict[Block, Replica]()
     for degree, shape in shapes.items():

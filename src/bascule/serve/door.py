@@ -23,7 +23,7 @@ import uvicorn
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from starlette.requests import ClientDisconnect
 
 from bascule.data.slow_rank import Culprit
@@ -47,14 +47,10 @@ _Result = TypeVar("_Result")
 
 
 class Door:
-    """The HTTP server of a service.
-
-    Attributes:
-        address: URL of its page, from `start` on.
-    """
+    """The HTTP server of a service."""
 
     def __init__(self, service: "Service", options: ServeOptions) -> None:
-        self.address = ""
+        self.address = ""  # URL of its page, from `start` on
         self._service, self._options = service, options
         self._form = VideoForm if service.kind == "video" else ImageForm
         self._watchers: dict[str, set[asyncio.Event]] = {}
@@ -353,13 +349,9 @@ class _Metrics:
         own: Any = {"registry": self._registry}
         self.accepted = Counter("bascule_requests_accepted", "Requests accepted", ["kind"], **own)
         self._ended = Counter("bascule_requests_ended", "Requests ended", ["kind", "state"], **own)
-        self._seconds = prometheus.Histogram(
-            "bascule_request_seconds",
-            "Seconds from arrival to the end of requests that are done",
-            ["kind"],
-            buckets=[2**power for power in range(-2, 13)],
-            **own,
-        )
+        about = "Seconds from arrival to the end of requests that are done"
+        powers = {"buckets": [2**power for power in range(-2, 13)]}
+        self._seconds = Histogram("bascule_request_seconds", about, ["kind"], **powers, **own)
         self._now = Gauge("bascule_requests", "Requests by state", ["state"], **own)
         self._busy = Gauge("bascule_busy_ranks", "Ranks that compute", **own)
         Gauge("bascule_ranks", "Ranks", **own).set(num_ranks)

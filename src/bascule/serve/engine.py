@@ -109,9 +109,6 @@ class Engine:
         compiles: True compiles the transformers, for each degree.
         shares_tiles: True lets all ranks of a request stay to decode the tiles of its VAE.
 
-    Attributes:
-        degrees: Sizes of the blocks that this rank can be in; rank 0 can be in every size.
-
     Raises:
         ConfigError: The pipeline has no callback after each step, or it caches steps; no split
             table fits; the shape does not fit; or settings exclude each other.
@@ -152,7 +149,7 @@ class Engine:
             shapes = {d: shape for d, shape in shapes.items() if shape.ring <= (longest_ring or d)}
             self._size = 1
         self._places = places_of(self._control, attending, shapes, self._size)
-        self.degrees = [block.degree for block in self._places]
+        self.degrees = [block.degree for block in self._places]  # of this rank; rank 0 has all
         self._post = Post(new_group(ranks, "serve post", timeout_s, backend="gloo"), timeout_s)
         self._mail, self._is_over = self._post.mail(), False
         self._run: _Run | None = None

@@ -38,16 +38,12 @@ class Sink(ABC):
 
 
 class Jobs:
-    """Loop over a scheduler's tasks, until the engine ends or, with `until_idle`, none is left.
-
-    Attributes:
-        writer: The thread that writes outputs.
-    """
+    """Loop over a scheduler's tasks, until the engine ends or, with `until_idle`, none is left."""
 
     def __init__(self, scheduler: Scheduler, sink: Sink, *, until_idle: bool = False) -> None:
         self._scheduler, self._sink, self._until_idle = scheduler, sink, until_idle
         self._orders = scheduler.orders
-        self.writer = ThreadPoolExecutor(1, "bascule outputs")
+        self.writer = ThreadPoolExecutor(1, "bascule outputs")  # the thread that writes outputs
         self._writes: dict[str, Future[str | None]] = {}
 
     def run(self) -> None:

@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,14 +69,6 @@ class ServeOptions(RankOptions):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     @property
-    def is_local(self) -> bool:
-        """True if only this machine can reach the server."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    @property
     def model_name(self) -> str:
         """The model's name for clients."""
         return Path(self.model).resolve().name.encode(errors="backslashreplace").decode()
@@ -83,7 +76,10 @@ class ServeOptions(RankOptions):
     def api_key(self) -> bytes | None:
         """Return the key that clients must send; ConfigError if it is needed but not given."""
         if self.api_key_file is None:
-            if not self.is_local:
+            is_local = self.host == "localhost"
+            with suppress(ValueError):  # of a name
+                is_local = is_local or ipaddress.ip_address(self.host).is_loopback
+            if not is_local:
                 fix = "give --api-key-file, a file with a key on one line, or --host 127.0.0.1"
                 raise ConfigError(f"--host {self.host}: others can reach this address: {fix}")
             return None

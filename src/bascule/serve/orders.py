@@ -17,51 +17,38 @@ _HOST = torch.device("cpu")
 class Event:
     """An event of a request.
 
-    Attributes:
-        kind: "step": `step` steps are done (0: its prompts are encoded), and the request may change
-            ranks. "halted": it waits for an order. "moved": it continues on `block`. "paused":
-            `ticket` is its state. "cancelled". "done": `output` is there. "failed": for `reason`.
-            "refused": it could not move or pause, for `reason`, and continues. "ended": the engine
-            ended, by an error if there is a `reason`. Rank 0 itself queues "asked" and "written".
-        request_id: Empty for "ended".
-        time: `time.monotonic` of rank 0 when it got the event.
-        block: The ranks of the request; after a move the new ones.
-        step: Number of steps done.
-        num_steps: Steps of the request; None if the pipeline does not say.
-        seconds: Duration of the step or the encoding; for "moved" the first rank's wait for the
-            others, for "done" the decoding.
-        reason: Reason, for people to read.
-        output: First output of the pipeline: PIL images, frames, arrays or tensors.
-        ticket: Ticket of a paused request's state.
+    Its kind is "step": `step` steps are done (0: its prompts are encoded), and the request may
+    change ranks. "halted": it waits for an order. "moved": it continues on `block`. "paused":
+    `ticket` is its state. "cancelled". "done": `output` is there. "failed": for `reason`.
+    "refused": it could not move or pause, for `reason`, and continues. "ended": the engine ended,
+    by an error if there is a `reason`. Rank 0 itself queues "asked" and "written".
     """
 
     kind: str
-    request_id: str
-    time: float
-    block: Block
-    step: int = 0
-    num_steps: int | None = None
+    request_id: str  # empty for "ended"
+    time: float  # `time.monotonic` of rank 0 when it got the event
+    block: Block  # ranks of the request; after a move the new ones
+    step: int = 0  # number of steps done
+    num_steps: int | None = None  # of the request; None if the pipeline does not say
+    # Of the step or the encoding; "moved": the first rank's wait for others; "done": the decoding.
     seconds: float = 0.0
-    reason: str = ""
-    output: Any = None
-    ticket: Ticket | None = None
+    reason: str = ""  # for people to read
+    output: Any = None  # the pipeline's first: PIL images, frames, arrays or tensors
+    ticket: Ticket | None = None  # of a paused request's state
 
 
 class Orders:
     """Sender of orders to the ranks of an engine, and queue of events; on rank 0, not thread-safe.
 
     Ranks follow an order when their step ends, and ignore orders for requests they do not compute.
-    The scheduler gives each rank one request, and each request one order, at a time.
-
-    Attributes:
-        num_ranks: Number of ranks, or of replicas if requests get whole replicas.
-        events: Events in the order in which rank 0 got them.
+    The scheduler gives each rank one request, and each request one order, at a time. `num_ranks`
+    counts replicas of `size` ranks, if requests get whole replicas.
     """
 
     def __init__(self, post: Post, num_ranks: int, size: int = 1) -> None:
         self._post, self._mail, self.num_ranks, self._size = post, post.mail(), num_ranks, size
         self._is_over = False
-        self.events = queue.SimpleQueue[Event]()
+        self.events = queue.SimpleQueue[Event]()  # in the order in which rank 0 got them
         post.on_event = self._hear
 
     def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:

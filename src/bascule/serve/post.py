@@ -93,10 +93,6 @@ class Post:
     Args:
         group: All ranks, in a gloo group for this purpose alone.
         silent_s: Seconds without a sign of life, 30 at most, after which a rank counts as dead.
-
-    Attributes:
-        inbox: Messages for the rank.
-        on_event: Called with each event and the thread's `Mail`, in the thread.
     """
 
     def __init__(self, group: RankGroup, silent_s: float = _SILENT_S) -> None:
@@ -105,12 +101,12 @@ class Post:
         self._neighbour = group.ranks[(group.rank + 1) % group.size]
         # Beats are counted, not timed, so that a suspended machine gives nobody up.
         self._most_silent = max(2, round(min(silent_s, _SILENT_S) / _BEAT_S))
-        self.on_event: Callable[[Mail, Message], None] | None = None
+        self.on_event: Callable[[Mail, Message], None] | None = None  # called in the thread
         secret = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
         self._secret = bytes(broadcast(group, "the secret of the post", secret).tolist())
         self._items: dict[str, Tensor] = {}
         self._numbers = count()
-        self.inbox = queue.SimpleQueue[Message]()
+        self.inbox = queue.SimpleQueue[Message]()  # messages for the rank
         self._thread = threading.Thread(target=self._run, name="bascule post", daemon=True)
         self._thread.start()
         self._is_over = threading.Event()

@@ -86,28 +86,18 @@ class Scheduler:
     """Table of tasks and their planned ranks, and sender of the orders; not thread-safe.
 
     The plan runs ahead of the ranks: a task whose ranks are still in use starts when they are free.
-
-    Args:
-        orders: Orders of the engine.
-        policy: Plans the ranks.
-        times: Learns the time of steps.
-
-    Attributes:
-        tasks: By id, in the order of arrival, until they are removed.
-        is_closed: True if no task gets ranks any more.
-        step_ratios: Seconds of each rank's newest step over the prediction; nan before its first.
-        pace: Compares the ratios of all ranks.
     """
 
     def __init__(self, orders: Orders, policy: Policy, times: Times) -> None:
         self.orders, self._policy, self._times = orders, policy, times
         self.state = State.of(orders.num_ranks, move_s=_MOVE_S)
-        self.tasks: dict[str, Task] = {}
-        self.is_closed = False
+        self.tasks: dict[str, Task] = {}  # by id, in the order of arrival, until they are removed
+        self.is_closed = False  # True if no task gets ranks any more
         self._planned: dict[Task, None] = {}  # tasks that are not on their planned ranks yet
         self._users: dict[int, Task] = {}  # by rank, the task that has it, or is about to
         self._moves_s = deque[float](maxlen=9)
-        self.pace = Pace(range(orders.num_ranks), says=True)
+        self.pace = Pace(range(orders.num_ranks), says=True)  # compares the ratios of all ranks
+        # Seconds of each rank's newest step over the prediction; nan before its first.
         self.step_ratios = np.full(orders.num_ranks, np.nan)
         self._times_of_ranks = np.tile(NO_TIMES, (orders.num_ranks, 1))
 

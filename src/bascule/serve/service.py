@@ -48,21 +48,11 @@ class Service(Sink):
     ranks died during a request, it runs after the others, and alone; if they die again, it fails.
 
     Args:
-        pipeline: Pipeline of the engine.
-        orders: Orders of the engine.
-        spool: Storage of requests and outputs.
-        policy: Decides which requests run where.
-        times: Predicts seconds of steps.
+        pipeline: Pipeline of the engine, to which `orders` go.
         most_waiting: Most requests that may wait.
         fps: Frames per second of videos.
         keep_days: Days after which an ended request is removed, with its output.
         keep_bytes: Bytes of outputs beyond which the oldest are removed.
-
-    Attributes:
-        kind: "image" or "video".
-        num_ranks: Ranks of the engine.
-        takes_image: True if a request may begin with an image.
-        on_change: Called with the status of a changed request; must not call the service.
     """
 
     def __init__(
@@ -82,6 +72,7 @@ class Service(Sink):
         self._takes = inspect.signature(pipeline.__call__).parameters
         self.kind = "video" if "num_frames" in self._takes else "image"
         self.num_ranks, self.takes_image = orders.num_ranks, "image" in self._takes
+        # Called with the status of a changed request; must not call the service.
         self.on_change: Callable[[Status], None] | None = None
         self._most_waiting, self._fps = most_waiting, fps
         self._keep_days, self._keep_bytes = keep_days, keep_bytes
@@ -98,10 +89,8 @@ class Service(Sink):
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
             reason = entry.status.reason  # of an unreadable row
             if entry.starts >= _MOST_STARTS:
-                reason = (
-                    f"its ranks ended {entry.starts} times while it ran, at last alone: see why in "
-                    "the log, or ask for less"
-                )
+                reason = f"its ranks ended {entry.starts} times while it ran, at last alone"
+                reason += ": see why in the log, or ask for less"
             if reason:
                 status = replace(entry.status, state="failed", reason=reason)
                 self._unwritten[status.id] = status

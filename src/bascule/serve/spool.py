@@ -29,30 +29,20 @@ _TABLE = f"""create table if not exists requests (place integer primary key, mod
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored request that has not ended.
+    """A stored request that has not ended."""
 
-    Attributes:
-        status: Its status at arrival; "failed" if its row cannot be read.
-        image: Input image as PNG; None without one, and always None in `Spool.waiting`.
-        deadline_at: Unix seconds.
-        starts: How often its ranks ended while it ran, since this machine booted.
-    """
-
-    status: Status
-    image: bytes | None = None
-    deadline_at: float | None = None
-    starts: int = 0
+    status: Status  # at its arrival; "failed" if its row cannot be read
+    image: bytes | None = None  # input as PNG; None without one, and always in `Spool.waiting`
+    deadline_at: float | None = None  # Unix seconds
+    starts: int = 0  # how often its ranks ended while it ran, since this machine booted
 
 
 class Spool:
     """Folder of a server's requests, in SQLite, and their outputs; not thread-safe.
 
     Requests are on disk when `add` returns, and their ends when `end` does. On `sqlite3.Error` the
-    disk is full or broken, and nothing was changed. Only this user may read the files.
-
-    Args:
-        folder: Made if it does not exist.
-        model: Name of the pipeline; another pipeline must not run its requests.
+    disk is full or broken, and nothing was changed. Only this user may read the files. Another
+    pipeline than `model` must not run the requests.
 
     Raises:
         ConfigError: Another server uses the folder, or the folder cannot be used, is of another

@@ -12,21 +12,13 @@ STATES = "waiting", "running", "paused", *ENDED
 
 @dataclass
 class Refusal(Exception):  # noqa: N818 - an answer to a client
-    """A refused call.
+    """A refused call."""
 
-    Attributes:
-        status: HTTP status code.
-        message: One sentence.
-        param: Name of the wrong field.
-        code: Name of the reason, for programs.
-        headers: HTTP headers of the answer.
-    """
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    status: int  # of HTTP
+    message: str  # one sentence
+    param: str | None = None  # name of the wrong field
+    code: str | None = None  # name of the reason, for programs
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])  # of the answer
 
     def __str__(self) -> str:
         return self.message
@@ -45,10 +37,9 @@ class Late(Refusal):
     """Refusal because a request would be late: its end is predicted in `predicted_s`."""
 
     def __init__(self, predicted_s: float) -> None:
-        message = (
-            f"the deadline cannot be met: the request would be done in {predicted_s:.1f} s; give "
-            "a later deadline_s, or allow a late end by must_meet_deadline false"
-        )
+        fix = "give a later deadline_s, or allow a late end by must_meet_deadline false"
+        message = f"the deadline cannot be met: the request would be done in {predicted_s:.1f} s"
+        message += f"; {fix}"
         super().__init__(422, message, "deadline_s", "deadline_too_early")
 
 
@@ -68,33 +59,19 @@ class Closing(Refusal):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The status of a request.
+    """The status of a request."""
 
-    Attributes:
-        id: Name that the service gave it.
-        kind: "image" or "video".
-        state: "waiting", "running", "paused", "done", "failed" or "cancelled".
-        step: Denoising steps done.
-        num_steps: Denoising steps in total; None until they are known.
-        ranks: Ranks that compute it now.
-        created_at: Unix seconds of its arrival.
-        ended_at: Unix seconds of its end.
-        ends_in_s: Predicted seconds until it is done.
-        reason: Why it failed.
-        prompt: Its settings.
-    """
-
-    id: str
-    kind: str
-    state: str
-    step: int = 0
-    num_steps: int | None = None
-    ranks: tuple[int, ...] = ()
-    created_at: float
-    ended_at: float | None = None
-    ends_in_s: float | None = None
-    reason: str = ""
-    prompt: Prompt
+    id: str  # name that the service gave it
+    kind: str  # "image" or "video"
+    state: str  # one of `STATES`
+    step: int = 0  # denoising steps done
+    num_steps: int | None = None  # denoising steps in total; None until they are known
+    ranks: tuple[int, ...] = ()  # that compute it now
+    created_at: float  # Unix seconds of its arrival
+    ended_at: float | None = None  # Unix seconds of its end
+    ends_in_s: float | None = None  # predicted seconds until it is done
+    reason: str = ""  # why it failed
+    prompt: Prompt  # its settings
 
     @property
     def has_ended(self) -> bool:

@@ -33,12 +33,8 @@ class Times:
     The median of measured over predicted time corrects a prediction: at this size and degree, else
     at the nearest degree of this size, else over all sizes. An untried degree is assumed to be
     faster, so that it gets tried and a wrong prediction gets corrected. Predictions assume an H100
-    by its datasheet, and nodes of LOCAL_WORLD_SIZE ranks (set by torchrun), else one node.
-
-    Args:
-        pipeline: Gives the sizes of its model.
-        degrees: Allowed degrees of blocks.
-        num_groups: Guidance groups of a block, if it has as many ranks.
+    by its datasheet, and nodes of LOCAL_WORLD_SIZE ranks (set by torchrun), else one node. Blocks
+    have one of `degrees` ranks, and `num_groups` guidance groups if they have as many ranks.
     """
 
     def __init__(self, pipeline: Any, degrees: Sequence[int], num_groups: int = 1) -> None:

@@ -77,10 +77,9 @@ class LatentEncoder(nn.Module):
             channels = count(round(colours), "channel")
             raise ConfigError(f"needs images of {channels}: give a VAE for RGB images")
         if self.is_video and self.frame_group != _WAN_GROUP:
-            raise ConfigError(
-                f"makes one latent frame of {self.frame_group}: give a VAE that makes one of "
-                f"{_WAN_GROUP}, as many as diffusers encodes at a time"
-            )
+            fix = f"one of {_WAN_GROUP}, as many as diffusers encodes at a time"
+            what = f"makes one latent frame of {self.frame_group}"
+            raise ConfigError(f"{what}: give a VAE that makes {fix}")
         self._constants = [list(map(float, numbers)) for numbers in (shift, divisor)]
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -119,10 +118,8 @@ class TextEncoder(nn.Module):
         most = getattr(config, "max_position_embeddings", None) or _MOST_TOKENS
         self.most_tokens = min(tokenizer.model_max_length, most, _MOST_TOKENS)
         if len(tokenizer) > config.vocab_size:
-            raise ConfigError(
-                f"has {config.vocab_size} embeddings, and its tokenizer {len(tokenizer)} tokens: "
-                "give the tokenizer that belongs to it"
-            )
+            what = f"has {config.vocab_size} embeddings, and its tokenizer {len(tokenizer)} tokens"
+            raise ConfigError(f"{what}: give the tokenizer that belongs to it")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Encode (n, L) tokens of n captions to (n, L, width)."""

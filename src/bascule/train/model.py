@@ -35,10 +35,8 @@ def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:
     head_dim = options.d_model // options.num_heads
     plane = 2 * (head_dim * 7 // 32)
     if head_dim % 2 or plane < 2 or head_dim - 2 * plane < 2:
-        raise ConfigError(
-            f"--d-model {options.d_model} over --num-heads {options.num_heads} gives heads of "
-            f"{head_dim}: use an even width of at least 8"
-        )
+        what = f"--d-model {options.d_model} over --num-heads {options.num_heads}"
+        raise ConfigError(f"{what} gives heads of {head_dim}: use an even width of at least 8")
     return MMDiTConfig(
         in_channels=data.in_channels,
         text_dim=data.text_dim,

@@ -183,10 +183,8 @@ class PhotoStream:
             shape = SampleShape(len(caption), frames * rows * columns, frames, columns)
             photos.append(_Photo(path, caption, grid, shape))
         if not photos:
-            raise ConfigError(
-                f"no readable photo in {folder} ({len(bad)} unreadable); put photos directly in "
-                f"it, named *{', *'.join(sorted(IMAGE_SUFFIXES))}"
-            )
+            fix = f"put photos directly in it, named *{', *'.join(sorted(IMAGE_SUFFIXES))}"
+            raise ConfigError(f"no readable photo in {folder} ({len(bad)} unreadable); {fix}")
         self.skipped = len(bad)
         if self.rank == 0:
             unknown = sorted(listed.keys() - {path.name for path in paths})

@@ -103,10 +103,9 @@ def _refuse_loops(microbatches: Sequence[Callable[[nn.Module], Tensor]]) -> None
             shares = *map(id, loss_of.__closure__ or ()), *map(id, loss_of.__defaults__ or ())
             other = first.setdefault((loss_of.__code__, *shares), number)
             if other != number:
-                raise ConfigError(
-                    f"train_step: microbatches {other} and {number} are functions of one loop and "
-                    "see its last values: give partial(loss_of, batch, step) for each"
-                )
+                fix = "see its last values: give partial(loss_of, batch, step) for each"
+                what = f"microbatches {other} and {number} are functions of one loop"
+                raise ConfigError(f"train_step: {what} and {fix}")
 
 
 def sync_of(model: nn.Module) -> Sync:

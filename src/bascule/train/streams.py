@@ -7,6 +7,7 @@ and the sample's id, not on the rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -165,17 +166,18 @@ class _Waves:
     noise.
     """
 
-    def __init__(self, rank: int, seed: int, channels: int, text_dim: int, vec_dim: int) -> None:
+    in_channels = text_dim = vec_dim = 64
+
+    def __init__(self, rank: int, seed: int) -> None:
         self.rank, self.seed = rank, seed
-        self.in_channels, self.text_dim, self.vec_dim = channels, text_dim, vec_dim
         self._frequencies = _table("freq", 3, _NUM_WAVES) * 0.3
-        scale = _NUM_WAVES**-0.5
-        self._to_image = _table("image", _NUM_WAVES, channels) * scale
-        self._to_text = _table("text", _NUM_WAVES, text_dim) * scale
-        self._to_pooled = _table("pooled", _NUM_WAVES, vec_dim) * scale
+        self._to_image, self._to_text, self._to_pooled = (
+            _table(name, _NUM_WAVES, 64) * _NUM_WAVES**-0.5 for name in ("image", "text", "pooled")
+        )
 
     def _made(self, shapes: Sequence[SampleShape], ids: Sequence[int]) -> SampleBatch:
-        prompt = self._normals(ids, [1] * len(shapes), _NUM_WAVES, "prompt")
+        normals = partial(sample_normals, ids, seed=self.seed)
+        prompt = normals([1] * len(shapes), _NUM_WAVES, stream="prompt")
         text_lens = [shape.text_tokens for shape in shapes]
         image_lens = [shape.image_tokens for shape in shapes]
         text_prompt, image_prompt = (
@@ -183,8 +185,8 @@ class _Waves:
             for lens in (text_lens, image_lens)
         )
         waves = _product(image_positions(shapes), self._frequencies).cos() * 2**0.5
-        text_noise = self._normals(ids, text_lens, self.text_dim, "text")
-        image_noise = self._normals(ids, image_lens, self.in_channels, "image")
+        text_noise = normals(text_lens, self.text_dim, stream="text")
+        image_noise = normals(image_lens, self.in_channels, stream="image")
         return pack_batch(
             shapes,
             image=_product(image_prompt * waves, self._to_image) + _IMAGE_NOISE * image_noise,
@@ -192,9 +194,6 @@ class _Waves:
             pooled=_product(prompt, self._to_pooled),
             ids=ids,
         )
-
-    def _normals(self, ids: Sequence[int], lens: Sequence[int], dim: int, stream: str) -> Tensor:
-        return sample_normals(ids, lens, dim, seed=self.seed, stream=stream)
 
 
 class SyntheticStream(_Waves):
@@ -210,18 +209,14 @@ class SyntheticStream(_Waves):
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        channels: int = 64,
-        text_dim: int = 64,
-        vec_dim: int = 64,
     ) -> None:
         self.codes = parse_data_codes(codes) if isinstance(codes, str) else tuple(codes)
         check_world(self.codes, world_size)
         whole("rank", rank, 0, world_size - 1)
         if any(code.batch_size >= _MAX_SAMPLES for code in self.codes) or world_size > _MAX_RANKS:
-            raise ConfigError(
-                f"{world_size} ranks: use at most {_MAX_RANKS}, of less than {_MAX_SAMPLES} samples"
-            )
-        super().__init__(rank, seed, channels, text_dim, vec_dim)
+            most = f"at most {_MAX_RANKS}, of less than {_MAX_SAMPLES} samples"
+            raise ConfigError(f"{world_size} ranks: use {most}")
+        super().__init__(rank, seed)
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step, a pure function of (codes, seed, step, rank)."""
@@ -237,7 +232,7 @@ class ManifestStream(_Waves):
     def __init__(
         self, manifest: Manifest, batch_size: int, *, rank: int, world_size: int, seed: int = 0
     ) -> None:
-        super().__init__(rank, seed, channels=64, text_dim=64, vec_dim=64)
+        super().__init__(rank, seed)
         self._manifest, self._batch_size, self._world_size = manifest, batch_size, world_size
         self.data_lines = manifest.summary()
         self._order = EpochOrder(len(manifest), seed)

@@ -334,12 +334,7 @@ class Balanced:
 
 def _at_most(step_s: Mapping[int, float], degree: int) -> int:
     """Return the largest of the ascending degrees up to `degree`, else the least."""
-    widest = 0
-    for wide in step_s:
-        if widest and wide > degree:
-            break
-        widest = wide
-    return widest
+    return max((wide for wide in step_s if wide <= degree), default=next(iter(step_s)))
 
 
 def _fast(request: Request) -> dict[int, float]:

@@ -8,11 +8,9 @@ from bascule.plan.requests.state import Job, Line, Policy, Request, Starts, Stat
 
 
 class Queue:
-    """A policy with one queue for all ranks.
+    """A policy with one queue for all ranks, and one degree for all requests.
 
-    Args:
-        order: "fifo", "sjf" (shortest first), or "srtf" (shortest remaining time; it recalls jobs).
-        degree: Degree of all requests.
+    Its order is "fifo", "sjf" (shortest first), or "srtf" (shortest remaining time; recalls jobs).
     """
 
     def __init__(self, order: str, degree: int = 1) -> None:

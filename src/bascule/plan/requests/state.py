@@ -35,23 +35,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request for a picture or clip.
+    """A request for a picture or clip."""
 
-    Attributes:
-        step_s: Seconds of a denoising step by degree, with all guidance passes.
-        steps: Denoising steps.
-        arrival_s: Time at which it arrives.
-        deadline_s: Time by which it should end; `NEVER` without a deadline.
-        once_s: Seconds that the text encoder and the decoder need on one rank.
-        kind: Name of its class, for reports.
-    """
-
-    step_s: Mapping[int, float]
-    steps: int
-    arrival_s: float = 0.0
-    deadline_s: float = NEVER
-    once_s: float = 0.0
-    kind: str = ""
+    step_s: Mapping[int, float]  # seconds of a denoising step by degree, with all guidance passes
+    steps: int  # denoising steps
+    arrival_s: float = 0.0  # time at which it arrives
+    deadline_s: float = NEVER  # time by which it should end; `NEVER` without a deadline
+    once_s: float = 0.0  # seconds that the text encoder and the decoder need on one rank
+    kind: str = ""  # name of its class, for reports
 
     def __post_init__(self) -> None:
         fields(self, steps=(whole, 1, 10**6), arrival_s=number, once_s=number)
