@@ -167,10 +167,9 @@ def _layout(
     if ulysses > 1 and sparse is None and (is_zigzag or is_dealt):
         what = f"yunchang's {kind} ring on {ring} x {ulysses} ranks (ring x Ulysses)"
         raise ConfigError(f"{what} has an order of its own: shard tokens by a layout, and give it")
-    if sparse is not None:
-        return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, stripe=sparse.dealt)
-    kind = {"zigzag": is_zigzag, "stripe": int(is_dealt), "turn_step": 0}
-    return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, **kind)
+    shards: dict[str, Any] = {"zigzag": is_zigzag, "stripe": int(is_dealt), "turn_step": 0}
+    shards = shards if sparse is None else {"stripe": sparse.dealt}
+    return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, **shards)
 
 
 def _joined(

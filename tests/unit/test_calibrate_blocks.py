@@ -116,7 +116,7 @@ def test_lengths_are_spread_evenly_from_end_to_end() -> None:
 
 
 def test_what_ranks_must_share_is_what_changes_their_calls() -> None:
-    same = CalibrateOptions(out=Path("a.json"), name="a", json=Path("-"), limit=1.0)
+    same = CalibrateOptions(out=Path("a.json"), json=Path("-"), limit=1.0)
     assert same.settings == CalibrateOptions().settings
     for change in (CalibrateOptions(rounds=3), CalibrateOptions(module="a:b")):
         assert change.settings != same.settings

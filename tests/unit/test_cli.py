@@ -417,7 +417,6 @@ CODES = "bench --data g1b1i256f1s0"
         (f"{WAN} --ranks 2 --layers 0", "--layers 0"),
         (f"{WAN} --ranks 2 --density 1.5", "density=1.5"),
         (f"{WAN} --ranks 2 --seed -1", "-1"),
-        (f"{WAN} --ranks 2 --head 40", "0 to 39"),
         (f"{WAN} --ranks 2 --tflops nan", "--tflops nan"),
         (f"{WAN} --ranks 2 --target inf", "--target inf: must be finite"),
         (f"{WAN} --ranks 2 --tolerance -1", "--tolerance -1.0: must be finite, at least 0"),

@@ -88,7 +88,6 @@ def test_numbers_beyond_what_can_be_planned_for(
             (f"{SYNTHETIC} --block 1", "larger blocks"),
             (f"{SYNTHETIC} --block {LONG}", "--block"),
             (f"{SYNTHETIC} --head-dim {HUGE}", "--head-dim"),
-            (f"{SYNTHETIC} --itemsize {HUGE}", "--itemsize"),
             (f"{SYNTHETIC} --layers 999999999", "--layers"),
             (f"{SYNTHETIC} --steps 999999999", "--steps"),
             (f"{SYNTHETIC} --density 1e-300", "density"),

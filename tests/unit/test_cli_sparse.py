@@ -142,7 +142,6 @@ def test_masks_that_do_not_fit(capsys: Console, tmp_path: Path) -> None:
         (np.ones((2, 4, 4)), "", "float64"),
         (np.ones((3, 2, 4, 4), bool), "--layers 4", "--layers 4"),
         (np.ones((3, 2, 4, 4), bool), "--steps 2", "has only 1"),
-        (np.ones((2, 4, 4), bool), "--head 2", "head from 0 to 1"),
         (np.ones((2, 4, 4), bool), "--density 0.5", "--density 0.5"),
         (np.zeros((2, 4, 4), bool), "", "no block of these masks is computed"),
     ):

@@ -68,9 +68,9 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "bucket": "256:16", "columns": "frames=n2,fps=rate,text=caption", "currency": "EUR",
     "d_model": "512", "data": "g8b1i512f1s0", "deadline": "0.01", "degrees": "1", "density": "0.2",
     "file": "b.txt", "fps": "6", "gamma": "30", "gpu_hour_price": "3", "head_dim": "16",
-    "inter_gbs": "900", "intra_gbs": "0.01", "itemsize": "16", "kb_per_token": "1.8e5",
+    "inter_gbs": "900", "intra_gbs": "0.01", "kb_per_token": "1.8e5",
     "latency_us": "900", "layers": "1", "lengths": "9,90/9/80/9////", "lens": "b-lens.jsonl",
-    "loads": "0.3", "locality_tolerance": "3", "manifest": "b.jsonl", "masks": "b.npz",
+    "loads": "0.3", "manifest": "b.jsonl", "masks": "b.npz",
     "max_frames": "5", "max_tokens": "450", "memory_gb": "8000", "mix": "512x512@9",
     "model": "ltx2", "move_ms": "50000", "num_heads": "7", "num_layers": "7", "out": "out",
     "params_b": "0.5", "passes": "forward", "picture": "picture.svg",
@@ -92,8 +92,8 @@ WITH = {
     "currency": "--gpu-hour-price 2",
 }  # what must stand beside an option
 PRINTED = {"compare", "rows"}  # these change what is printed, not the JSON
-# The last two by the test of a head below, and by test_manifests.py
-ELSEWHERE = {"json", "report", "head", "tokenizer"}
+# The last by test_manifests.py
+ELSEWHERE = {"json", "report", "tokenizer"}
 
 
 TESTS = {  # files whose tests set the options of commands with ranks, and look at the result
@@ -206,16 +206,6 @@ def test_an_option_changes_the_result_or_is_refused(
                 changed.add(option)
     assert not ignored, "\n".join(ignored)
     assert {*fields_of(command)} - ELSEWHERE - positional == changed
-
-
-def test_a_head_is_drawn_on_the_page_alone(capsys: Console, inputs: None) -> None:
-    pages = []
-    for head in ("1", "2"):
-        words = f"sparse --masks a.npz --ring 2 {MASKED} --head {head}"
-        assert f"--head {head}: only the page of --report" in run(capsys, *words.split())[2]
-        assert run(capsys, *f"{words} --report {head}.html".split())[0] == 0
-        pages.append(Path(f"{head}.html").read_text())
-    assert pages[0] != pages[1].replace("head 2", "head 1")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -20,7 +20,7 @@ from bascule.bench.options import DoctorOptions
 from bascule.cli import calibrate, doctor, main
 from bascule.cli.inputs import InputOptions
 from bascule.quantities import flops, times
-from bascule.report.charts import draw_bars, draw_lengths, draw_loads
+from bascule.report.charts import draw_bars, draw_lengths, draw_lines
 from bascule.report.page import Chart, Fact, Report, Rows, render
 from tests.helpers.browser import Page, data_of, faults_of_layout, opened, screenshot
 from tests.helpers.calibrations import calibrated
@@ -65,7 +65,7 @@ def test_a_plan_in_the_browser(capsys: Console, tmp_path: Path) -> None:
     assert plan.digest == data_saved["digest"]
     before = plan.unbalanced_loads(InputOptions().cost)
     assert found.errors == []
-    assert found.num_charts == 3 and "One step on 8 ranks" in found.html
+    assert found.num_charts == 2 and "One step on 8 ranks" in found.html
     assert found.numbers["makespan"] == flops(plan.makespan * 1e12)
     assert found.numbers["speedup"] == times(before.max() / plan.makespan)
     assert found.numbers["moved_tokens"] == f"{plan.moved_tokens:,}"
@@ -130,14 +130,15 @@ def test_any_text_leaves_the_page_whole(text: str) -> None:
 
 
 def test_empty_data_has_a_page() -> None:
-    report = Report("nothing", "", (), (draw_lengths([]), draw_loads([0.0], [0.0], "s")))
+    nothing = draw_lengths([]), draw_lines("none", "", ("rank", "s"), {"loads": [0.0]})
+    report = Report("nothing", "", (), nothing)
     assert "no sequence with tokens" in render(report, "bascule")
 
 
-def test_many_ranks_are_lines_not_bars() -> None:
-    drawn = [draw_loads(range(1, num + 1), [250.0] * num, "s").draw() for num in (128, 500)]
-    assert [html.count("<rect") for html in drawn] == [256, 0]
-    assert drawn[1].count('<path d="M0.0000 ') == 2 and ">min<" in drawn[1]  # seconds, in minutes
+def test_lines_begin_at_the_first_rank_and_have_a_unit_that_fits() -> None:
+    loads = {"as loaded": range(1, 501), "balanced": [250.0] * 500}
+    html = draw_lines("Work of each rank", "", ("rank", "s"), loads).draw()
+    assert html.count('<path d="M0.0000 ') == 2 and ">min<" in html  # seconds, in minutes
 
 
 def test_what_a_report_needs_is_said_before_any_work(capsys: Console, tmp_path: Path) -> None:

@@ -231,12 +231,14 @@ def test_samples_dealt_anew_are_those_of_the_run(name: str) -> None:
             assert held.max() <= max(1.5 * budget, longest)
 
 
-def test_the_loader_hides_what_fits_behind_a_step() -> None:
+def test_the_loader_hides_what_fits_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     data = [[[900, 900], [100, 100]]]
-    hidden = simulated(data, "loader", FREE, sample_bytes_per_token=1.0)
+    monkeypatch.setattr("bascule.sim.seconds.SAMPLE_BYTES", 1.0)
+    hidden = simulated(data, "loader", FREE)
     assert not hidden.spent_on("loader").any()
     assert hidden.hidden[0, 1] == pytest.approx([900 / 1e9] * 2)
-    slow = simulated(data, "loader", FREE, loader_bytes_per_s=100.0, sample_bytes_per_token=1.0)
+    monkeypatch.setattr("bascule.sim.seconds.LOADER_BYTES_PER_S", 100.0)
+    slow = simulated(data, "loader", FREE)
     rest = hidden.fbl_s
     assert slow.spent_on("loader")[0] == pytest.approx([9.0 - rest] * 2)
     assert slow.hidden[0, 1] == pytest.approx([rest] * 2)

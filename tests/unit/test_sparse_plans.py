@@ -687,9 +687,9 @@ def test_a_picture_shows_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = drifting(3)
     setting = setting_of(steps[0], (1, 4), (2, 2), (4, 1), machine=DEAR_LAUNCHES)
     found = study("drifting", [steps, steps], setting, (0.0, 0.1), (0.0, 1.0, 4.0))
-    draw(found, 5)
+    draw(found)
     (_, mask), (_, ranks), (meshes, chosen) = drawn
-    assert (mask == steps[0][5]).all()
+    assert (mask == steps[0][0]).all()
     assert (ranks == setting.plan("minimal_move", steps[0], found.best).rank_of).all()
     assert found.best == (1, 4)
     assert chosen.shape == (2, 3)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from bascule import TransformerCost, plan_batch
+from bascule.cli.plan import report_of
 from bascule.costs import Cluster, PolynomialCost
+from bascule.report.page import Chart
 from bascule.report.step_picture import MOST_RANKS, draw_step
 from tests.helpers.cli import Console, run
 
@@ -93,11 +95,15 @@ def test_every_plan_can_be_drawn(lens: list[list[int]]) -> None:
 
 def test_a_picture_of_many_ranks_says_what_it_leaves_out() -> None:
     lens = [[10]] * 99 + [[1000]]
-    svg = draw_step(plan_batch(lens, "g1n100", COST), COST)
+    plan = plan_batch(lens, "g1n100", COST)
+    svg = draw_step(plan, COST)
     bars = panel_of(svg, "before")
     assert len(bars) == MOST_RANKS
     assert f"{100 - MOST_RANKS} more ranks" in svg
     assert widths(bars, "work").max() < 10 < widths(bars, "wait").min()  # the slowest is left out
+    all_ranks = report_of(plan, COST, None, "", []).parts[0]  # the page has lines of all of them
+    assert isinstance(all_ranks, Chart) and all_ranks.title == "Work of each rank"
+    assert len(re.findall(r"L[01]\.", all_ranks.draw())) == 2 * 99
 
 
 def test_the_picture_of_the_docs_is_what_the_command_draws(capsys: Console, tmp_path: Path) -> None:

@@ -107,18 +107,14 @@ def check_name(name: str) -> None:
     """Refuse a name whose package cannot be found by ranks started here; import nothing."""
     first = _parts(name)[0].partition(".")[0]
     if find_spec(first) is None and PathFinder.find_spec(first, [os.getcwd()]) is None:
-        raise ConfigError(
-            f"--module {name}: there is no {first} on the path of Python; add its folder, as with "
-            "PYTHONPATH=."
-        )
+        wrong = f"--module {name}: there is no {first} on the path of Python"
+        raise ConfigError(f"{wrong}; add its folder, as with PYTHONPATH=.")
 
 
 def _parts(name: str) -> tuple[str, str]:
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
-        raise ConfigError(
-            f"--module {shown(name)}: give package.module:function, such as my_model:make"
-        )
+        raise ConfigError(f"--module {shown(name)}: give package.module:function, as my_model:make")
     return module_name, path
 
 
@@ -129,18 +125,17 @@ def find(name: str) -> Make:
         target: object = importlib.import_module(module_name)
     except Exception as error:  # an import may raise anything
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        wrong = f"--module {name}: {module_name} cannot be imported: {text}"
         raise ConfigError(
-            f"--module {name}: {module_name} cannot be imported: {text}; it must be on the path of "
-            "Python, as with PYTHONPATH=."
+            f"{wrong}; it must be on the path of Python, as with PYTHONPATH=."
         ) from error
     for part in path.split("."):
         if not hasattr(target, part):
             raise ConfigError(f"--module {name}: {module_name} has no {path}")
         target = getattr(target, part)
     if not callable(target):
-        raise ConfigError(
-            f"--module {name}: {path} is {shown(target)}; give a function of a number of tokens"
-        )
+        wrong = f"--module {name}: {path} is {shown(target)}"
+        raise ConfigError(f"{wrong}; give a function of a number of tokens")
     return target
 
 
@@ -150,9 +145,9 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
     with device:
         made = called(at, make, length)
     if not (isinstance(made, tuple) and len(cast(tuple[object, ...], made)) == 2):
+        needed = "a function or module, and its input or a tuple of inputs"
         raise ConfigError(
-            f"{at}: gave {shown(cast(object, made))}; it must return two things: a function or "
-            "module, and its input or a tuple of inputs"
+            f"{at}: gave {shown(cast(object, made))}; it must return two things: {needed}"
         )
     run, inputs = cast(tuple[object, object], made)
     if not callable(run):
@@ -167,7 +162,5 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
         return has_outputs
 
     if not called(f"{at}: what it returned", has_gradient):
-        raise ConfigError(
-            f"{at}: what it returned gave no tensor with a gradient; backward cannot be timed"
-        )
+        raise ConfigError(f"{at}: what it returned gave no tensor with a gradient: return one")
     return [call]

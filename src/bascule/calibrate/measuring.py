@@ -138,10 +138,9 @@ def check_block(options: CalibrateOptions, device: torch.device) -> None:
 def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
     width, num_heads = (options.on(device.type, name) for name in ("d_model", "num_heads"))
     if width % (step := 2 * num_heads):
-        raise ConfigError(
-            f"--d-model {width} and --num-heads {num_heads}: a head must have an even width: give "
-            f"a multiple of {step}, such as --d-model {-(-width // step) * step}"
-        )
+        wrong = f"--d-model {width} and --num-heads {num_heads}: a head must have an even width"
+        fix = f"a multiple of {step}, such as --d-model {-(-width // step) * step}"
+        raise ConfigError(f"{wrong}: give {fix}")
     return MMDiTConfig(
         in_channels=4,
         text_dim=4,
@@ -250,12 +249,10 @@ def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device)
     if options.module is None:
         sizes = f"width {width}, {num_heads} heads, {dtype}, kernel {options.kernel or 'as chosen'}"
         block = f"double and single block of an MM-DiT, {sizes}"
-    return (
-        f"{block}; {number(lens[0])} to {number(lens[-1])} tokens, messages up to "
-        f"{options.mib} MiB, {options.points} sizes each, {count(options.rounds, 'round')}; "
-        f"{count(group.size, 'rank')} at once, "
-        f"{threads} threads each of {os.cpu_count()} processors"
-    )
+    sizes = f"{number(lens[0])} to {number(lens[-1])} tokens, messages up to {options.mib} MiB"
+    rounds = f"{options.points} sizes each, {count(options.rounds, 'round')}"
+    ranks = f"{count(group.size, 'rank')} at once, {threads} threads each"
+    return f"{block}; {sizes}, {rounds}; {ranks} of {os.cpu_count()} processors"
 
 
 def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile:
@@ -263,7 +260,7 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
     fits, overheads = _fits(measured), _overheads(measured)
     numbers = _numbers(measured, fits, overheads)
     calibration = Calibration(
-        name=options.name or options.out.stem or "profile",
+        name=options.out.stem,
         date=datetime.now(UTC).date().isoformat(),
         torch=str(torch.__version__),
         num_ranks=measured.seconds.shape[1],
@@ -293,21 +290,16 @@ def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) ->
     for fit in profile.calibration.fits:
         error = fit.held_out_error
         if error is not None and error > limit:
-            sentences.append(
-                f"{fit.what}: held-out {fit.unit} are missed by {percent(error)} (median), and the "
-                f"limit is {percent(limit)}: leave the machine idle, give more --rounds, or a "
-                "narrower range of sizes"
-            )
+            wrong = f"are missed by {percent(error)} (median), and the limit is {percent(limit)}"
+            fix = "leave the machine idle, give more --rounds, or a narrower range of sizes"
+            sentences.append(f"{fit.what}: held-out {fit.unit} {wrong}: {fix}")
         elif fit.coefficients[1] <= 0:
-            sentences.append(
-                f"{fit.what}: the times do not grow in proportion to the {fit.unit}, so they "
-                "give no rate: leave the machine idle, give more --rounds, or larger sizes"
-            )
+            wrong = f"the times do not grow in proportion to the {fit.unit}, so they give no rate"
+            fix = "leave the machine idle, give more --rounds, or larger sizes"
+            sentences.append(f"{fit.what}: {wrong}: {fix}")
         elif attends and fit.what == FORWARD and fit.coefficients[2] <= 0:
-            sentences.append(
-                f"{fit.what}: attention cannot be told from noise: the fit gives it no time at any "
-                "length: give longer --lengths, or leave the machine idle"
-            )
+            wrong = "attention cannot be told from noise: the fit gives it no time at any length"
+            sentences.append(f"{fit.what}: {wrong}: give longer --lengths, or an idle machine")
     return sentences
 
 

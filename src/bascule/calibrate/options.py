@@ -31,7 +31,6 @@ class CalibrateOptions(Outputs, RankOptions):
 
     Attributes:
         out: File for the profile, as JSON.
-        name: Name of the profile. By default, the name of its file.
         module: A block of yours to measure, package.module:function. The function takes a number of
             tokens, and returns a function or module and its input, or a tuple of inputs. By
             default, calibrate measures the blocks of the packed MM-DiT.
@@ -52,7 +51,6 @@ class CalibrateOptions(Outputs, RankOptions):
     """
 
     out: Annotated[Path, NewFile(), Group("Profile")] = Path("profile.json")
-    name: str | None = None
     module: Annotated[str | None, Group("Block")] = None
     lengths: Annotated[str | None, Group("Measurement")] = None
     points: Annotated[int, Range(least_points(TOKENS), 100)] = 9
@@ -84,18 +82,15 @@ class CalibrateOptions(Outputs, RankOptions):
         text = self.on(device, "lengths")
         match = _RANGE.fullmatch(text)
         if match is None:
-            raise ConfigError(
-                f"--lengths {shown(text)}: give the shortest and the longest, such as 256:16384"
-            )
+            wrong = f"--lengths {shown(text)}"
+            raise ConfigError(f"{wrong}: give the shortest and the longest, such as 256:16384")
         shortest, longest = (
             whole("--lengths: tokens", int(x), 1, _MOST_TOKENS) for x in match.groups()
         )
         lens = np.unique(np.geomspace(shortest, longest, self.points).round().astype(np.int64))
         if shortest >= longest or lens.size < self.points:
-            raise ConfigError(
-                f"--lengths {text}: {lens.size} lengths for --points {self.points}; give a wider "
-                "range, the shortest length first"
-            )
+            wrong = f"--lengths {text}: {lens.size} lengths for --points {self.points}"
+            raise ConfigError(f"{wrong}; give a wider range, the shortest length first")
         return lens.tolist()
 
     def message_bytes(self) -> list[int]:
@@ -105,6 +100,6 @@ class CalibrateOptions(Outputs, RankOptions):
     @property
     def settings(self) -> dict[str, str]:
         """The options that must be the same on all ranks, so that ranks make the same calls."""
-        local = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
+        local = ("out", "report", "json", "base", "limit", "ranks", "timeout_s")
         names = [name for name in self.__dataclass_fields__ if name not in local]
         return {flag(name): str(getattr(self, name)) for name in names}

@@ -95,10 +95,8 @@ class InputOptions(ManifestOptions):
             return []
         lines, most = self._manifest.summary(), int(self._manifest.lens.max(initial=0))
         if most > _LONG_CLIP and self.max_frames is None:
-            lines.append(
-                f"The longest sample has {most:,} tokens: if your trainer cuts clips or scales "
-                "them, say how by --max-frames and --bucket."
-            )
+            cut = f"The longest sample has {most:,} tokens: if your trainer cuts clips or scales"
+            lines.append(f"{cut} them, say how by --max-frames and --bucket.")
         return lines
 
     def check_steps(self, **counts: int | None) -> None:
@@ -259,10 +257,8 @@ class BatchOptions(ClusterOptions, InputOptions):
             f"Predicted for {machine}." if is_priced else "Loads are compute alone, without wires.",
         ]
         if self.kb_per_token is not None and machine.memory_bytes is not None:
-            notes.append(
-                f"A rank has {num_bytes(machine.memory_bytes)} of memory; "
-                f"{machine.provenance_of('memory_bytes')}."
-            )
+            source = machine.provenance_of("memory_bytes")
+            notes.append(f"A rank has {num_bytes(machine.memory_bytes)} of memory; {source}.")
         if self.manifest is not None and self.batch_size is None:
             notes.append(f"A step has {_DEFAULT_BATCH} samples per rank (--batch-size).")
         return notes

@@ -14,7 +14,7 @@ from bascule.machine.costs import FLOPS_PER_UNIT, Cost, in_bag
 from bascule.options import Group, NewFile, Outputs, refuse
 from bascule.plan.topology import Topology
 from bascule.quantities import Scale, count, flops, number, percent, seconds, times
-from bascule.report.charts import draw_lengths, draw_loads
+from bascule.report.charts import draw_lengths, draw_lines
 from bascule.report.page import Chart, Fact, Format, Report, Rows
 
 if TYPE_CHECKING:
@@ -37,14 +37,11 @@ class PlanOptions(Outputs, BatchOptions):
         picture: Draw the step before and after balancing into this SVG file.
         wires: Predict loads in seconds, with communication, not in FLOPs; auto always does so.
         inter_gbs: GB per second that a rank sends to other nodes. Default: the profile's.
-        locality_tolerance: Let the slowest rank take this share longer (0.01 is 1 %), so that fewer
-            tokens move. With 0 it takes no longer, but the other ranks may be less even.
     """
 
     topology: Annotated[str | None, Group("Plan")] = None
     wires: bool = False
     inter_gbs: Annotated[float | None, Group("Machine")] = None
-    locality_tolerance: Annotated[float | None, Group("Plan")] = None
     picture: Annotated[Path | None, NewFile(), Group("Output")] = None
 
 
@@ -62,7 +59,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
         refuse(options, _WIRE_OPTIONS, "changes nothing without --wires, which predicts seconds")
     limits, machines = options.limits, options.machines(len(lens))
     cluster = machines if is_priced else None
-    terms = Terms(topology, cost, limits, None, cluster, options.locality_tolerance)
+    terms = Terms(topology, cost, limits, cluster=cluster)
     plan = terms.priced(offer_of(lens)).plan()
     notes = options.notes(is_priced=is_priced)
     if not is_priced:
@@ -79,7 +76,7 @@ def report_of(
     plan: "Plan", cost: Cost, cluster: Cluster | None, advice: str, notes: Sequence[str]
 ) -> Report:
     """Report one batch as loaded and as planned, with `advice` on what to do."""
-    from bascule.report.step_picture import draw_step
+    from bascule.report.step_picture import MOST_RANKS, draw_step
 
     per_unit, unit, amount = FLOPS_PER_UNIT, "FLOP", flops
     if cluster is not None:
@@ -87,6 +84,10 @@ def report_of(
     before, after = plan.unbalanced_loads(cost, cluster) * per_unit, plan.loads * per_unit
     speedup = float(before.max() / after.max()) if plan.makespan > 0 else 1.0
     waiting = [float((loads.max() - loads).sum()) for loads in (before, after)]
+    of_ranks = {"as loaded": before, "balanced": after}
+    words = "All ranks wait for the slowest; the picture below has the first ranks alone."
+    lines = [draw_lines("Work of each rank", words, ("rank", unit), of_ranks)]
+    lines = lines if plan.num_ranks > MOST_RANKS else []
     loads = plan.tokens.tolist(), after.tolist(), before.tolist()
     rows = zip(range(plan.num_ranks), plan.topology.bag_of_rank.tolist(), *loads, strict=True)
     scale = Scale.of([*loads[1], *loads[2]], unit)
@@ -113,7 +114,7 @@ def report_of(
             Fact("tokens", "tokens of the batch", int(plan.seq_lens.sum()), number),
         ),
         parts=(
-            draw_loads(before, after, unit),
+            *lines,
             Chart(
                 "The step, rank by rank",
                 "Above as loaded, below as planned: one bar per rank, one field per sequence.",

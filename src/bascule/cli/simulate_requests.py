@@ -177,9 +177,8 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
         for row in rows:
             if figure in row.figures:
                 lines.setdefault(row.policy, []).append(row.figures[figure] / scale.factor)
-        return draw_lines(
-            title, f"{words}, by {axis}.", (axis, f"{title}, {scale.unit}"), lines, loads
-        )
+        axes = axis, f"{title}, {scale.unit}"
+        return draw_lines(title, f"{words}, by {axis}.", axes, lines, loads)
 
     facts = (
         Fact("best", "most on time, then the lowest mean", best.policy),

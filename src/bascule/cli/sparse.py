@@ -11,6 +11,7 @@ import numpy as np
 from bascule.arrays import Bools, Ints
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
+from bascule.machine.cluster import BYTES_PER_VALUE
 from bascule.options import Group, Outputs, Range, flag, refuse
 from bascule.plan.topology import Degrees, all_degrees
 from bascule.quantities import Scale, num_bytes, percent, seconds, times
@@ -44,10 +45,8 @@ class SparseOptions(Outputs, MachineOptions):
         seed: Random seed of synthetic masks.
         block: Number of tokens in a block.
         head_dim: Head dimension.
-        itemsize: Number of bytes per value that ranks send.
         target: Imbalance (work of the slowest rank over the mean) at which minimal_move stops.
         tolerance: Plans are reused while their imbalance is at most 1 + tolerance.
-        head: Index of the head whose mask the page of --report shows.
     """
 
     masks: Annotated[Path | None, Group("Masks")] = None
@@ -61,10 +60,8 @@ class SparseOptions(Outputs, MachineOptions):
     ulysses: Annotated[int | None, Range(1, 2**15)] = None
     ring: Annotated[int | None, Range(1, 2**9)] = None
     head_dim: Annotated[int, Range(1, 2**16), Group("Cost and plan")] = 128
-    itemsize: Annotated[int, Range(1, 16)] = 2
     target: Annotated[float, Range()] = 1.005
     tolerance: Annotated[float, Range()] = 0.05
-    head: Annotated[int, Group("Output")] = 0
 
     @property
     def meshes(self) -> tuple[Degrees, ...]:
@@ -115,10 +112,6 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         number = "neither" if options.masks is None else "both"
         raise ConfigError(f"give one of --masks and --model, not {number}")
     source = _synthetic(options) if options.masks is None else _of_file(options, options.masks)
-    if not 0 <= options.head < source.num_heads:
-        raise ConfigError(f"--head {options.head}: give a head from 0 to {source.num_heads - 1}")
-    if options.report is None:
-        refuse(options, ("head",), "only the page of --report shows a head; give --report, too")
     fitting = tuple(mesh for mesh in meshes if mesh[1] <= source.num_heads)
     if not fitting:
         what = f"{source.name}: {source.num_heads} heads for {meshes[-1][1]} Ulysses ranks"
@@ -126,11 +119,11 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         raise ConfigError(f"{what}, which need at least one each: {advice}")
     for mesh in fitting:
         check_degrees(*mesh)
-    rules = options.head_dim, options.itemsize, options.target, REWARD, options.tolerance
+    rules = options.head_dim, BYTES_PER_VALUE, options.target, REWARD, options.tolerance
     setting = Setting(fitting, source.q_lens, source.kv_lens, machine, *rules)
     with progress("layers", source.num_layers) as advance:
         result = study(source.name, source.layers(advance), setting)
-    publish(options, report_of(result, options.head, [f"Predicted for {machine}."]))
+    publish(options, report_of(result, [f"Predicted for {machine}."]))
 
 
 def _of_file(options: SparseOptions, path: Path) -> _Source:
@@ -172,8 +165,8 @@ def _synthetic(options: SparseOptions) -> _Source:
     )
 
 
-def report_of(study: "Study", head: int, notes: Sequence[str]) -> Report:
-    """Report each way of planning on each mesh, and draw the mask of a head."""
+def report_of(study: "Study", notes: Sequence[str]) -> Report:
+    """Report each way of planning on each mesh, and draw the mask of the first head."""
     from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, mesh_name
 
     setting, num_steps, best = study.setting, len(study.runs[0].choices), study.best
@@ -201,11 +194,7 @@ def report_of(study: "Study", head: int, notes: Sequence[str]) -> Report:
         f"planning, {_excess(after.imbalance)}. Attention then takes {seconds(after.predicted_s)} "
         f"instead of {seconds(before.predicted_s)}: {is_worth}.",
         facts=facts,
-        parts=(
-            *draw(study, head),
-            *_ways(study, outcomes),
-            *([reused] if num_steps > 1 else []),
-        ),
+        parts=(*draw(study), *_ways(study, outcomes), *([reused] if num_steps > 1 else [])),
         notes=(
             f"Masks: {heads} heads, {q_blocks:,} x {kv_blocks:,} blocks of "
             f"{setting.q_lens.max():,} tokens; layers: {len(study.runs)}, steps: {num_steps}. "
@@ -272,8 +261,8 @@ def _reused(study: "Study") -> Rows:
     return Rows(title, formats, rows)
 
 
-def draw(study: "Study", head: int) -> list[Chart]:
-    """Draw the mask of a head, the rank of each block, and the chosen meshes if there are many."""
+def draw(study: "Study") -> list[Chart]:
+    """Draw the first head's mask, each block's rank, and the chosen meshes if there are many."""
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
     setting, meshes = study.setting, study.setting.meshes
@@ -281,11 +270,11 @@ def draw(study: "Study", head: int) -> list[Chart]:
     num_ranks, shown = mesh[0] * mesh[1], min(_SHOWN_BLOCKS, study.masks.shape[1])
     charts = [
         draw_map(
-            f"Mask of head {head}",
-            f"The head computes {percent(study.masks[head].mean())} of the blocks.",
+            "Mask of head 0",
+            f"The head computes {percent(study.masks[0].mean())} of the blocks.",
             ("key block", "query block"),
             ("left out", "computed"),
-            lambda: study.masks[head],
+            lambda: study.masks[0],
         ),
         draw_map(
             f"Who computes what: {DEFAULT} on {mesh_name(mesh)}",

@@ -66,10 +66,9 @@ class Fit:
             wrong = f"Fit of {self.what}: {counts[0]} coefficients and {counts[1]} errors"
             raise ConfigError(f"{wrong}; {self.unit} need {NUM_COEFFICIENTS[self.unit]} of each")
         if not len(self.sizes) == len(self.seconds) == len(self.held_out) > sum(self.held_out):
-            raise ConfigError(
-                f"Fit of {self.what}: {len(self.sizes)} sizes, {len(self.seconds)} seconds and "
-                f"{len(self.held_out)} held out; give one of each per point, and fit some of them"
-            )
+            wrong = f"Fit of {self.what}: {len(self.sizes)} sizes, {len(self.seconds)} seconds and"
+            fix = "give one of each per point, and fit some of them"
+            raise ConfigError(f"{wrong} {len(self.held_out)} held out; {fix}")
 
     def __call__(self, sizes: npt.ArrayLike) -> Floats:
         """Predict the seconds for these sizes; the output has their shape."""

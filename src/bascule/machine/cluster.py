@@ -255,10 +255,9 @@ class Cluster:
     def check_world(self, num_ranks: int) -> None:
         """Refuse another number of ranks."""
         if num_ranks != self.num_ranks:
-            raise ConfigError(
-                f"a cluster of {self.num_nodes} nodes with {self.ranks_per_node} ranks each has "
-                f"{self.num_ranks} ranks, not {num_ranks}: change num_nodes, or the input"
-            )
+            wrong = f"a cluster of {self.num_nodes} nodes with {self.ranks_per_node} ranks each has"
+            fix = "change num_nodes, or the input"
+            raise ConfigError(f"{wrong} {self.num_ranks} ranks, not {num_ranks}: {fix}")
 
     def compute_seconds(
         self, cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None

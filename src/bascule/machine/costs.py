@@ -36,9 +36,8 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | Non
     name = "the cost model"
     if num_pairs is not None:
         name += ", called with tokens and, as there are masks or contexts, pairs,"
-    costs = floats(
-        "what the cost model gives", called(name, function("the cost model", cost), *args)
-    )
+    result = called(name, function("the cost model", cost), *args)
+    costs = floats("what the cost model gives", result)
     if costs.shape != lens.shape:
         raise ConfigError(f"the cost model gave {costs.shape} costs for {lens.shape} lengths")
     return costs

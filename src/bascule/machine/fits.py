@@ -384,9 +384,9 @@ def _observe(
     work_TRK, times = _work(seq_lens), floats("fit_iterations: seconds", seconds)
     shape = work_TRK.shape[:2]
     if times.shape not in (shape[:1], shape):
+        wrong = f"fit_iterations: seconds have shape {times.shape}, the lengths are of {shape}"
         raise ConfigError(
-            f"fit_iterations: seconds have shape {times.shape}, the lengths are of {shape[0]} "
-            f"iterations on {shape[1]} ranks; give seconds of shape {shape[:1]} or {shape}"
+            f"{wrong} iterations and ranks; give seconds of shape {shape[:1]} or {shape}"
         )
     is_missing = np.isnan(times) & (times.ndim == 2)
     if not (legal := (times == 0) | _is_time(times) | is_missing).all():

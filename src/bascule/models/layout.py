@@ -132,9 +132,8 @@ def count_text(is_image_T: Tensor) -> int:
 
 def _check(is_image_T: Tensor) -> None:
     if is_image_T.dtype != torch.bool or is_image_T.ndim != 1:
-        raise ConfigError(
-            f"is_image must be a bool vector, got {is_image_T.dtype} {tuple(is_image_T.shape)}"
-        )
+        got = f"{is_image_T.dtype} {tuple(is_image_T.shape)}"
+        raise ConfigError(f"is_image must be a bool vector, got {got}")
 
 
 class TokenLayout:

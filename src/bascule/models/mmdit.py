@@ -128,14 +128,11 @@ class MMDiTConfig:
         if self.d_model % self.num_heads:
             raise ConfigError(f"num_heads {self.num_heads} does not divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
-            raise ConfigError(
-                f"num_kv_heads {self.kv_heads} does not divide num_heads {self.num_heads}"
-            )
+            wrong = f"num_kv_heads {self.kv_heads} does not divide"
+            raise ConfigError(f"{wrong} num_heads {self.num_heads}")
         if sum(self.axes_dim) != self.head_dim or any(dim % 2 for dim in self.axes_dim):
-            raise ConfigError(
-                f"axes_dim {self.axes_dim} must be even and add up to the head width, "
-                f"{self.head_dim}, not to {sum(self.axes_dim)}"
-            )
+            wrong = f"axes_dim {self.axes_dim} must be even and add up to the head width,"
+            raise ConfigError(f"{wrong} {self.head_dim}, not to {sum(self.axes_dim)}")
 
     @classmethod
     def flux(cls, *, guidance: bool = True) -> "MMDiTConfig":
@@ -394,9 +391,8 @@ class MMDiT(nn.Module):
     def _embed(self, image_tokens: Tensor, text_tokens: Tensor, is_image: Tensor) -> Tensor:
         num_text, num_image = text_tokens.shape[0], image_tokens.shape[0]
         if num_text + num_image != is_image.shape[0]:
-            raise ConfigError(
-                f"is_image has {len(is_image)} rows for {num_text} text and {num_image} image rows"
-            )
+            rows = f"{num_text} text and {num_image} image rows"
+            raise ConfigError(f"is_image has {len(is_image)} rows for {rows}")
         text_tC = self.text_in(text_tokens.to(self.text_in.weight.dtype))
         image_iC = self.image_in(image_tokens.to(self.image_in.weight.dtype))
         return Interleaving(is_image, num_text).pack(text_tC, image_iC)
@@ -460,7 +456,6 @@ def _routed_text(batch: PackedBatch, routed: Tensor, exchange: Exchange) -> int:
 
 def _check_text(num_text: int, is_image: Tensor, text_tokens: Tensor) -> None:
     if num_text != text_tokens.shape[0]:
-        raise ConfigError(
-            f"is_image asks for {num_text} text and {is_image.shape[0] - num_text} image tokens, "
-            f"the batch has {text_tokens.shape[0]} text tokens"
-        )
+        tokens = f"{num_text} text and {is_image.shape[0] - num_text} image tokens"
+        wrong = f"is_image asks for {tokens}, the batch has {text_tokens.shape[0]} text tokens"
+        raise ConfigError(wrong)

@@ -33,7 +33,6 @@ _COLORS = {
 }
 _OTHERS = ("blue", "orange", "green", "violet", "sky", "yellow", "pink", "brown", "red", "stone")
 _DASHES = ("none", "9 5", "2 4", "12 4 2 4", "5 3", "1 6")  # lines on each other are all seen
-_MOST_BARS = 128
 _MOST_POINTS = 64  # of a line; with more, points are not marked
 _MOST_CELLS = 192  # of a map's side; of more, some are drawn
 _MOST_NAMES = 12  # of classes, in the legend of a map
@@ -42,37 +41,6 @@ _MOST_TICKS = 9
 _STEPS = 5  # of an axis, about
 
 Points = tuple[Sequence[float], Sequence[float], Sequence[bool]]  # places, values, whether hollow
-
-
-def draw_loads(before: npt.ArrayLike, after: npt.ArrayLike, unit: str) -> Chart:
-    """Draw the loads of all ranks, (ranks,), as loaded and as planned."""
-    loads = {"as loaded": np.asarray(before, float), "balanced": np.asarray(after, float)}
-    most, means = ([amount(float(f(x)), unit) for x in loads.values()] for f in (np.max, np.mean))
-    title = "Work of each rank"
-    words = (
-        f"All ranks wait for the slowest. As loaded, it has {most[0]}, and the mean is {means[0]}; "
-        f"balanced, it has {most[1]}, and the mean is {means[1]}."
-    )
-    ranks, colors = np.arange(len(loads["balanced"])), _colors_of(loads)
-    if len(ranks) > _MOST_BARS:
-        return draw_lines(title, words, ("rank", unit), loads)
-
-    def draw() -> str:
-        across = _axis("rank", [-0.5, len(ranks) - 0.5])
-        up = _axis(unit, np.concatenate([*loads.values()]), from_zero=True)
-        bars = ""
-        for rank in ranks:
-            for place, (name, of_ranks) in enumerate(loads.items()):
-                left, right = across([rank + 0.4 * place - 0.4, rank + 0.4 * place])
-                top, hover = (
-                    up(of_ranks[rank]),
-                    f"rank {rank}, {name}: {amount(of_ranks[rank], unit)}",
-                )
-                bars += f'<rect x="{left:.4f}" y="{1 - top:.4f}" width="{right - left:.4f}" '
-                bars += f'height="{top:.4f}" fill="{colors[name]}"><title>{hover}</title></rect>'
-        return _legend(colors) + _plot(bars, across, up)
-
-    return Chart(title, words, draw)
 
 
 def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:

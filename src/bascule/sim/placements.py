@@ -169,9 +169,7 @@ _POLICIES: dict[str, Policy] = {
 AUTO = "auto"
 """Name of the topology that `suggest_topology` chooses for the run."""
 
-_ADVICE = (
-    f"{', '.join(_POLICIES)}, loader, {AUTO}, a topology such as g4n8, or knapsack and a topology"
-)
+_ADVICE = f"{', '.join(_POLICIES)}, loader, {AUTO}, a topology such as g4n8, or knapsack g4n8"
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:

@@ -30,6 +30,7 @@ HIDDEN = ("sharding", "loader")
 NUM_ROUTES = 4
 """Exchanges of all tokens: to the ranks that compute them, back, and the backward of both."""
 
+LOADER_BYTES_PER_S, SAMPLE_BYTES = 1e9, 128.0  # assumed: gloo, and a token of FLUX's latent in bf16
 _MOST_MICROBATCHES = 100_000
 _ALONE = 0.9  # share of a rank's work from which a sequence sets its time alone
 
@@ -124,8 +125,6 @@ class SimulationOptions:
         seed: Seed of data codes.
         passes: Passes of a microbatch; by default forward, recomputation and backward.
         stages: Encoders before the model.
-        loader_bytes_per_s: Bytes per second that a rank's loader sends; assumed, as with gloo.
-        sample_bytes_per_token: Bytes per token that it sends; by default FLUX's latent in bf16.
         routed_bytes_per_token: Bytes per token over all exchanges that route it in a microbatch; by
             default four times the model's width in bf16.
         train_steps: Steps of the user's own run or epoch, to compute its GPU-hours.
@@ -142,8 +141,6 @@ class SimulationOptions:
     passes: Passes = TRAINING
     sharding: Sharding = field(default_factory=Sharding)
     stages: tuple[EncoderStage, ...] = ()
-    loader_bytes_per_s: float = 1e9
-    sample_bytes_per_token: float = 128.0
     routed_bytes_per_token: float | None = None
     train_steps: int = 1000
     is_epoch: bool = False
@@ -154,10 +151,9 @@ class SimulationOptions:
         count, positive = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
         fields(self, num_steps=count, accumulate=count, num_ranks=positive)
         fields(self, ranks_per_node=positive, train_steps=positive, gpu_hour_price=number)
-        fields(self, sample_bytes_per_token=rate, routed_bytes_per_token=rate)
         fields(
             self,
-            loader_bytes_per_s=rate,
+            routed_bytes_per_token=rate,
             passes=(of_type, Passes, "TRAINING, or a Passes(..)"),
             sharding=(of_type, Sharding, "a Sharding(..)"),
             stages=(each, of_type, EncoderStage, "an EncoderStage(..)"),
@@ -220,7 +216,7 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
     moved = none
     if placed.moves == SAMPLES:  # while the step before computes, which is assumed as long
         sent = _sent(placed, setup.cluster).sum(axis=0)
-        moved = sent * options.sample_bytes_per_token / options.loader_bytes_per_s
+        moved = sent * (SAMPLE_BYTES / LOADER_BYTES_PER_S)
     spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
     staged = zip(stages, options.stages, strict=True)
     waits = sum((by_rank.max() - by_rank for by_rank, stage in staged if stage.is_balanced), none)

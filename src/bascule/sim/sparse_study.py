@@ -41,20 +41,17 @@ class Setting:
     reward: float  # of the paper's greedy
     tolerance: float  # excess of imbalance over 1 up to which a plan is reused
 
-    def layouts(self, way: str, mesh: Mesh) -> tuple[BlockLayout, BlockLayout]:
-        """Lay out query and key blocks: striped, or contiguous for the paper's greedy."""
-        is_striped = way in ("stripe", "minimal_move")
-        make = BlockLayout.striped if is_striped else BlockLayout.contiguous
-        return make(self.q_lens, *mesh), make(self.kv_lens, *mesh)
-
     def planner(self, way: str, mesh: Mesh) -> SparsePlanner:
         """Make the planner of one of `WAYS` on a mesh."""
         method = way.replace(" ", "_")
         return SparsePlanner(*mesh, method=method, target=self.target, reward=self.reward)
 
     def plan(self, way: str, masks: Bools, mesh: Mesh) -> SparsePlan:
-        """Plan a layer of (H, Q, K) masks in one of `WAYS`."""
-        return self.planner(way, mesh).plan(masks, *self.layouts(way, mesh))
+        """Plan a layer of (H, Q, K) masks in one of `WAYS`; blocks are striped for two of them."""
+        is_striped = way in ("stripe", "minimal_move")
+        make = BlockLayout.striped if is_striped else BlockLayout.contiguous
+        layouts = make(self.q_lens, *mesh), make(self.kv_lens, *mesh)
+        return self.planner(way, mesh).plan(masks, *layouts)
 
     @property
     def size(self) -> CallSize:

@@ -77,10 +77,8 @@ class DataCode:
             raise ConfigError(f"{wrong}: use fewer pixels or frames")
 
     def __str__(self) -> str:
-        return (
-            f"g{self.num_ranks}b{self.batch_size}i{self.resolution}"
-            f"f{self.num_frames}s{int(self.compressed)}"
-        )
+        frames = f"i{self.resolution}f{self.num_frames}s{int(self.compressed)}"
+        return f"g{self.num_ranks}b{self.batch_size}{frames}"
 
     @property
     def grid_width(self) -> int:

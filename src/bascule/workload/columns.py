@@ -154,39 +154,29 @@ def _check(
         raise ConfigError(f"none of its columns ({named(names) or 'it has none'}) is known: {hint}")
     for side, other in (("width", "height"), ("height", "width")):
         if side in roles and other not in roles:
-            raise ConfigError(
-                f"has {side}, but no {other} among {named(names)}: say which: --columns {other}=.."
-            )
+            wrong = f"has {side}, but no {other} among {named(names)}"
+            raise ConfigError(f"{wrong}: say which: --columns {other}=..")
     if not roles.keys() & {"width", "size", "image"}:
         seen = [name for name in names if _SEEN.fullmatch(plain_name(name))]
         if seen and not chosen.keys() & {"tokens", "image"} and "tokens" not in roles:
-            raise ConfigError(
-                f"has text, and the column {shown(seen[0])}, but no width and height: name these "
-                "by --columns width=W,height=H, or give --columns image= if all samples are text"
-            )
+            fix = "--columns width=W,height=H, or --columns image= if all samples are text"
+            raise ConfigError(f"has text and {shown(seen[0])}, but no width and height: give {fix}")
         sound = [name for name in names if _SOUND.fullmatch(plain_name(name))]
         sound = [roles["duration"]] if "duration" in roles else sound
         is_said = has_rate if "duration" in roles else "tokens" in roles or "duration" in chosen
         if sound and not is_said:
-            raise ConfigError(
-                f"has {sound[0]} and no sizes: give the tokens per second of sound, and the column "
-                "of its seconds, such as --fps 25 and --columns duration=D; or count no sound by "
-                "--columns duration="
-            )
+            fix = "give the tokens per second of sound, such as --fps 25, and --columns duration=D"
+            raise ConfigError(f"has {sound[0]} and no sizes: {fix}; or count none by duration=")
         return
     if "reference" not in chosen and (pictures := _pictures(roles, names)):
-        raise QuestionError(
-            f"has the column {shown(pictures[0])}, which may hold reference pictures, with tokens "
-            f"of their own: count them by --columns reference={pictures[0]}, ignore them by "
-            f"reference=; or, if they are the samples, say image={pictures[0]}",
-            columns=f"reference={pictures[0]}",
-        )
+        what = f"has the column {shown(pictures[0])}, which may hold reference pictures"
+        fix = f"count them by --columns reference={pictures[0]}, ignore them by reference="
+        text = f"{what}: {fix}; or, if they are the samples, say image={pictures[0]}"
+        raise QuestionError(text, columns=f"reference={pictures[0]}")
     if plain_name(roles.get("tokens", "")) == "length" and "tokens" not in chosen:
-        raise QuestionError(
-            "has sizes and a column 'length', which may be tokens, frames or seconds: say which: "
-            "--columns tokens=length, or --columns tokens=,frames=length (or duration=length)",
-            columns="tokens=length",
-        )
+        what = "has sizes and a column 'length', which may be tokens, frames or seconds: say which:"
+        fix = "--columns tokens=length, or --columns tokens=,frames=length (or duration=length)"
+        raise QuestionError(f"{what} {fix}", columns="tokens=length")
     if "duration" in roles and not (has_rate or "fps" in roles):
         seconds = roles["duration"]
         text = f"has {seconds}, so say how many frames per second are taken: --fps 16"
@@ -197,8 +187,6 @@ def _check(
         left = [name for name in names if name not in roles.values() and may_be_text(name)]
         if clips := [name for name in left if _CLIP.fullmatch(plain_name(name))]:
             role = "frames" if "frame" in clips[0].lower() else "duration"
-            raise QuestionError(
-                f"has the column {shown(clips[0])}, which may hold frames or seconds: use it by "
-                f"--columns frames={clips[0]} or duration={clips[0]}, or say frames= for images",
-                columns=f"{role}={clips[0]}",
-            )
+            what = f"has the column {shown(clips[0])}, which may hold frames or seconds: use it by"
+            fix = f"--columns frames={clips[0]} or duration={clips[0]}, or say frames= for images"
+            raise QuestionError(f"{what} {fix}", columns=f"{role}={clips[0]}")

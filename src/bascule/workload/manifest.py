@@ -134,12 +134,10 @@ def read_manifest(
     used = reading.used.values()
     ignored = tuple(name for name in reading.names if name.strip() and name not in used)
     if has_size and not has_frames and reading.reads_clips:
-        raise QuestionError(
-            f"{path}: has no known column of frames, and the model reads clips: name the column by "
-            f"--columns frames=F{f', of {named(ignored)}' if ignored else ''}, or give --columns "
-            "frames= if all samples are images",
-            columns="frames=",
-        )
+        of = f", of {named(ignored)}" if ignored else ""
+        fix = f"--columns frames=F{of}, or give --columns frames= if all samples are images"
+        text = f"{path}: has no known column of frames, and the model reads clips: give {fix}"
+        raise QuestionError(text, columns="frames=")
     text, cross, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
     tokens, skipped = (text, cross, grids), (tuple(reading.bad), reading.num_bad)
     rest = reading.example, reading.num_left_out
@@ -224,12 +222,9 @@ class _Reading:
             sample = _listed(batch.columns[name][:_SAMPLED])
             texts = [value for value in sample if isinstance(value, str)]
             if texts and sum(len(text.split()) for text in texts) >= _FEW_WORDS * len(texts):
-                raise QuestionError(
-                    f"{self.path}: has the column {shown(name)}, which holds text "
-                    f"({shown(texts[0])}): use it by --columns text={name}, or count no text by "
-                    "--columns text=",
-                    columns=f"text={name}",
-                )
+                what = f"{self.path}: has the column {shown(name)}, which holds text"
+                fix = f"use it by --columns text={name}, or count no text by --columns text="
+                raise QuestionError(f"{what} ({shown(texts[0])}): {fix}", columns=f"text={name}")
 
 
 class _Rows:

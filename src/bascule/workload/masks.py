@@ -291,11 +291,9 @@ class MaskFile:
         """Write the file from the masks that were added."""
         steps, rest = divmod(self._num_masks, max(self._num_layers, 1))
         if rest or not steps or 0 in self._shape:
-            raise ConfigError(
-                f"{self._path}: {self._num_masks} masks of shape {self._shape} are no whole passes "
-                f"of {self._num_layers} layers: call the model, and compute the same layers in "
-                "each pass"
-            )
+            wrong = f"{self._path}: {self._num_masks} masks of shape {self._shape} are no whole"
+            fix = "call the model, and compute the same layers in each pass"
+            raise ConfigError(f"{wrong} passes of {self._num_layers} layers: {fix}")
         with _writing(self._path):
             self._bits.write(np.packbits(self._rest).tobytes())
             self._bits.flush()
@@ -327,9 +325,8 @@ def _from_archive(path: Path) -> npt.NDArray[Any]:
     if "masks" in arrays:
         return arrays["masks"]
     if not {"packed", "shape"} <= arrays.keys():
-        raise ConfigError(
-            f"{path} holds {', '.join(names) or 'nothing'}; it must hold masks, or packed and shape"
-        )
+        wrong = f"{path} holds {', '.join(names) or 'nothing'}"
+        raise ConfigError(f"{wrong}; it must hold masks, or packed and shape")
     packed, shape = arrays["packed"], arrays["shape"]
     sizes = tuple(shape.ravel().tolist()) if shape.dtype.kind in "iu" else ()
     num_bits, is_row = math.prod(sizes), packed.dtype == np.uint8 and packed.ndim == 1

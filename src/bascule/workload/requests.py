@@ -144,10 +144,9 @@ class Sizes:
             values = cast(dict[str, Any], line) if isinstance(line, dict) else {}
             missing = {"width", "height", "steps"} - values.keys()
             if missing or values.keys() - names.keys():
-                raise ConfigError(
-                    f"{where}: a request needs width, height and steps, and may have frames, "
-                    f"arrival_s, deadline_s (after its arrival) and kind, not {', '.join(values)}"
-                )
+                legal = "and may have frames, arrival_s, deadline_s (after its arrival) and kind"
+                wrong = f"{legal}, not {', '.join(values)}"
+                raise ConfigError(f"{where}: a request needs width, height and steps, {wrong}")
             values["kind"] = str(values.get("kind", ""))
             try:
                 requests.append(self.request(**values))

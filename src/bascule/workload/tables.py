@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from bascule.checks import shown
 from bascule.errors import ConfigError
-from bascule.files import check_regular, to_path
+from bascule.files import check_regular, parse_json, to_path
 from bascule.workload.trainers import DataSet, data_sets
 
 Wanted = Callable[[Sequence[str]], Collection[str]]
@@ -86,10 +86,10 @@ def read_batches(
         return
     suffix = _suffix(path)
     if suffix not in _READERS:
+        what = f"{path}: cannot read {suffix or 'a file without a suffix'}"
+        fix = f"give one of {', '.join(_READERS)}, or a folder of them or of images"
         raise ConfigError(
-            f"{path}: cannot read {suffix or 'a file without a suffix'}: give one of "
-            f"{', '.join(_READERS)}, or a folder of them or of images, such as the folder_path of "
-            "a configuration of ai-toolkit"
+            f"{what}: {fix}, such as the folder_path of a configuration of ai-toolkit"
         )
     try:
         yield from _READERS[suffix](path, wanted, wrong)
@@ -258,16 +258,12 @@ def _is_flat(line: str) -> bool:
 
 def _parsed(lines: str, path: Path, num_before: int) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(lines.split("\n"), start=num_before + 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)
-            raise ConfigError(f"{path}, line {number}: not valid JSON: {reason}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: {shown(row)}: write an object with names")
-        yield row
+        if line.strip():
+            row = parse_json(line, f"{path}, line {number}")
+            if not isinstance(row, dict):
+                wrong = f"{path}, line {number}: {shown(row)}"
+                raise ConfigError(f"{wrong}: write an object with names")
+            yield cast(dict[str, Any], row)
 
 
 def _rows_in(value: Any, path: Path) -> Iterator[Mapping[str, Any]]:
@@ -340,9 +336,8 @@ def load_av(where: object, instead: str = "") -> Any:
     try:
         return importlib.import_module("av")
     except ImportError:
-        raise ConfigError(
-            f"{where}: PyAV, for videos, is not installed: pip install 'bascule[video]'{instead}"
-        ) from None
+        wrong = f"{where}: PyAV, for videos, is not installed"
+        raise ConfigError(f"{wrong}: pip install 'bascule[video]'{instead}") from None
 
 
 def video_size(path: Path) -> tuple[float, ...] | None:

@@ -136,12 +136,9 @@ class TokenRule:
         """
         frames = self.frames_taken(frames, fps)
         if self.frame_stride is None and frames.max(initial=1) > 1:
-            raise QuestionError(
-                f"has clips, one of {int(frames.max()):,} frames: give a model of clips, and the "
-                "most frames to use of a clip, for example --model wan2.1 --max-frames 81",
-                model="wan2.1",
-                max_frames=self.max_frames or 81,
-            )
+            what = f"has clips, one of {int(frames.max()):,} frames: give a model of clips, and"
+            fix = "the most frames to use of a clip, for example --model wan2.1 --max-frames 81"
+            raise QuestionError(f"{what} {fix}", model="wan2.1", max_frames=self.max_frames or 81)
         if self.bucket is not None:
             width, height = nearest(bucket_sizes(self.bucket), width, height, np.log)
         if self.areas is not None:

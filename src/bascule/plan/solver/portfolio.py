@@ -229,12 +229,10 @@ def _missed(problem: Problem, closest: Ints) -> str:
     used = problem.used(closest)
     over = used - problem.room
     row, full = np.unravel_index(over.argmax(), over.shape)
-    return (
-        f"no assignment keeps every bin within its limits: the closest one found puts "
-        f"{used[row, full]:.15g} {problem.resources[row]} on bin {full}, above its limit of "
-        f"{problem.room[row, full]:.15g} by {over[row, full]:.15g}; raise the limit or send fewer "
-        "items"
-    )
+    what = "no assignment keeps every bin within its limits: the closest one found puts"
+    amount = f"{used[row, full]:.15g} {problem.resources[row]} on bin {full}"
+    limit = f"above its limit of {problem.room[row, full]:.15g} by {over[row, full]:.15g}"
+    return f"{what} {amount}, {limit}; raise the limit or send fewer items"
 
 
 def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:

@@ -253,11 +253,9 @@ def _check_fits(resource: str, sizes: Floats, room: Floats) -> None:
     largest = float(room.max())
     item = int(sizes.argmax()) if sizes.size else 0
     if sizes.size and sizes[item] > largest:
-        raise PlanError(
-            f"item {item} has {sizes[item]:.15g} {resource}, which misses the largest bin's limit "
-            f"of {largest:.15g} by {sizes[item] - largest:.15g}; use a larger bag, raise the "
-            "limit, or shorten the item"
-        )
+        wrong = f"item {item} has {sizes[item]:.15g} {resource}, which misses the largest bin's"
+        by = f"limit of {largest:.15g} by {sizes[item] - largest:.15g}"
+        raise PlanError(f"{wrong} {by}; use a larger bag, raise the limit, or shorten the item")
     # Items that only the larger bins can hold must fit into these; first all items into all bins.
     for below in (-1.0, *np.unique(room)[:-1].tolist()):
         bins, large = room > below, sizes > below
@@ -265,8 +263,6 @@ def _check_fits(resource: str, sizes: Floats, room: Floats) -> None:
         if total > capacity:
             of = "" if resource == "items" else f" of {int(large.sum())} items"
             which = "bins" if below < 0.0 else f"bins with room for more than {below:.15g} each"
-            raise PlanError(
-                f"{total:.15g} {resource}{of} exceed the {capacity:.15g} of the {int(bins.sum())} "
-                f"{which} by {total - capacity:.15g}; raise the limit, use more or larger bins, or "
-                "send fewer items"
-            )
+            wrong = f"{total:.15g} {resource}{of} exceed the {capacity:.15g} of the"
+            fix = "raise the limit, use more or larger bins, or send fewer items"
+            raise PlanError(f"{wrong} {int(bins.sum())} {which} by {total - capacity:.15g}; {fix}")

@@ -117,9 +117,8 @@ def _sizes(
         limited = [name for name, most in limit_of.items() if most is not None]
         if len(limited) == 2 and "" in checked:
             wrong = f"{limits} restricts tokens and bytes, but sizes can count only one of them"
-            raise ConfigError(
-                wrong + '; keep one limit, or give sizes as {"tokens": .., "bytes": ..}'
-            )
+            fix = 'keep one limit, or give sizes as {"tokens": .., "bytes": ..}'
+            raise ConfigError(f"{wrong}; {fix}")
         for name in limited:
             if name not in checked and "" not in checked:
                 raise ConfigError(f"limits restricts {name}, but sizes is missing; pass {name}")

@@ -89,11 +89,9 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
                 raise ConfigError(f"{file}: {error}") from None
             by_rank.setdefault(trace.rank, []).append(trace)
     if not by_rank:
-        raise ConfigError(
-            f"{path} {'has no trace' if path.exists() else 'does not exist'}: give the folder with "
-            "one .json, .json.gz or .json.zst file per rank that torch.profiler wrote; "
-            "docs/traces.md shows how to record them"
-        )
+        wrong = f"{path} {'has no trace' if path.exists() else 'does not exist'}"
+        fix = "give the folder with one .json, .json.gz or .json.zst file per rank"
+        raise ConfigError(f"{wrong}: {fix}; docs/traces.md shows how to record them")
     traces = tuple(_join(by_rank[rank]) for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
 
@@ -144,9 +142,9 @@ def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
     info = cast(dict[str, object], info) if isinstance(info, dict) else {}
     rank, size = info.get("rank", rank), info.get("world_size")
     if not is_int(rank) or not 0 <= rank < MAX_RANKS:
+        wrong = f"names {'no rank' if rank is None else f'rank {shown(rank)}'}"
         raise ConfigError(
-            f"names {'no rank' if rank is None else f'rank {shown(rank)}'}: its distributedInfo "
-            f"needs a rank from 0 to {MAX_RANKS - 1}, or its file's name a number, as rank3.json"
+            f"{wrong}: its distributedInfo needs a rank, or its file a name as rank3.json"
         )
     if size is not None and (not is_int(size) or not rank < size <= MAX_RANKS):
         raise ConfigError(f"damaged: rank {rank} of world_size {shown(size)}; profile again")
@@ -321,11 +319,9 @@ def _missing(traces: Sequence[RankTrace]) -> Iterator[str]:
     ranks = {trace.rank for trace in traces}
     if missing := sorted(set(range(max(sizes, default=max(ranks) + 1))) - ranks):
         named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")
-        yield (
-            f"{len(missing)} of {len(missing) + len(ranks)} ranks "
-            f"{'has' if len(missing) == 1 else 'have'} no trace ({named}): the slowest may be "
-            "among them"
-        )
+        have = f"{'has' if len(missing) == 1 else 'have'} no trace ({named})"
+        num_ranks = len(missing) + len(ranks)
+        yield f"{len(missing)} of {num_ranks} ranks {have}: the slowest may be among them"
     if num := sum(trace.num_left_out for trace in traces):
         have, were = ("event has", "was") if num == 1 else ("events have", "were")
         yield f"{num} {have} no usable time and {were} left out"

@@ -173,11 +173,9 @@ def _common_steps(traces: Sequence[RankTrace]) -> Ints:
             wrong = f"rank {first.rank} marks steps by {_kind_of(first)}, rank {trace.rank} by"
             raise ConfigError(f"{wrong} {_kind_of(trace)}: profile all with the same activities")
         if first.numbered_by != "ProfilerStep" and first.numbers.size != trace.numbers.size:
-            raise ConfigError(
-                f"rank {first.rank} has {first.numbers.size} steps, rank {trace.rank} "
-                f"{trace.numbers.size}, and {first.numbered_by} does not number them: call "
-                "profiler.step() after each step"
-            )
+            sizes = f"{first.numbers.size} steps, rank {trace.rank} {trace.numbers.size}"
+            wrong = f"rank {first.rank} has {sizes}, and {first.numbered_by} does not number them"
+            raise ConfigError(f"{wrong}: call profiler.step() after each step")
         steps = np.intersect1d(steps, trace.numbers)
     if not steps.size:
         raise ConfigError("the ranks' traces have no common step: profile the same steps on each")

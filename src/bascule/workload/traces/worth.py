@@ -64,10 +64,9 @@ class Worth:
             return None
         is_split = bool({"quadratic", "linear"} & set(self.assumed))
         crossover = f": attention dominates above {TYPICAL_CROSSOVER_TOKENS:,} tokens"
-        return (
-            "These lengths are too alike to measure which part of the time is "
-            f"{', '.join(self.assumed)}; assumed{crossover * is_split}. Trace more varied lengths."
-        )
+        what = f"{', '.join(self.assumed)}; assumed{crossover * is_split}"
+        alike = "These lengths are too alike to measure which part of the time is"
+        return f"{alike} {what}. Trace more varied lengths."
 
     @property
     def speedup(self) -> float:
@@ -111,9 +110,8 @@ def read_lens(path: str | Path) -> RunLengths:
             case {"step": step, "rank": rank, "lens": tokens}:
                 key = whole(f"{where}: step", step), whole(f"{where}: rank", rank, 0, MAX_RANKS - 1)
             case _:
-                raise ConfigError(
-                    f'{where} is {shown(row)}: give {{"step": 0, "rank": 0, "lens": [..]}}'
-                )
+                fix = 'give {"step": 0, "rank": 0, "lens": [..]}'
+                raise ConfigError(f"{where} is {shown(row)}: {fix}")
         try:
             _, tokens = check_lengths([cast(list[int], tokens)], 1)
         except ConfigError as error:
@@ -173,15 +171,10 @@ def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
     ranks, steps = parts.ranks.tolist(), parts.steps.tolist()
     places = [p for p, step in enumerate(steps) if all((step, rank) in computed for rank in ranks)]
     if not places:
-        advice = (
-            "give --lens, or name a range in each step, as in "
-            'record_function("bascule::lens [512,64]")'
-        )
+        advice = 'give --lens, or name ranges of steps: record_function("bascule::lens [512,64]")'
         if computed:
-            advice = (
-                f"the traces have steps {steps[0]} to {steps[-1]} of ranks {ranks[0]} to "
-                f"{ranks[-1]}, and lengths are given of steps {min(computed)[0]} to "
-                f"{max(computed)[0]}"
-            )
+            lengths = f"lengths are given of steps {min(computed)[0]} to {max(computed)[0]}"
+            have = f"steps {steps[0]} to {steps[-1]} of ranks {ranks[0]} to {ranks[-1]}"
+            advice = f"the traces have {have}, and {lengths}"
         raise ConfigError(f"no step has the lengths of all ranks: {advice}")
     return places
