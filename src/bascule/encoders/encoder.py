@@ -443,7 +443,7 @@ class BalancedEncoder:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Return whether a parameter requires a gradient, ten times as fast as by `parameters()`."""
+    """Return whether a parameter requires a gradient, faster than by `parameters()`."""
     parts = [module]
     while parts:
         part = parts.pop()
