@@ -97,12 +97,10 @@ def qualities(
     def dealt(step: int) -> BlockLayout:
         return BlockLayout.striped(lens, *mesh, step)
 
-    def homes_of(step: int) -> tuple[Any, Any]:
-        ring_of = dealt(step).home // mesh[1]
-        return ring_of, ring_of
-
     runs = BlockLayout.contiguous(lens, *mesh)
-    striped = dealt(best_step((x.sum(0, dtype=np.float64) for x in layers), mesh[0], homes_of))
+    places = np.arange(len(lens))
+    works = (x.sum(0, dtype=np.float64) for x in layers)
+    striped = dealt(best_step(works, mesh[0], (places, places)))
     ones = BlockLayout.contiguous(np.ones_like(lens), *mesh)  # "before" counts blocks, not pairs
     planners = {
         "paper 2": (SparsePlanner(*mesh, method="paper", reward=2.0), runs),

@@ -128,10 +128,8 @@ class SequenceParallelMode(TorchFunctionMode):
                 return self._show(modes, None, *args, **kwargs)
             return as_it_is(func, *args, **kwargs)
         if func in _HIDING:
-            raise ConfigError(
-                f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "
-                "F.scaled_dot_product_attention, or compute it within .local() with all tokens"
-            )
+            wrong = f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks"
+            raise ConfigError(f"{wrong}: call F.scaled_dot_product_attention, or enter .local()")
         return self.over_mesh(*args, **kwargs)
 
     def over_mesh(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "overlap": (partial(refused, "plain_mine", as_kernel, overlap=True, **BOTH), "overlap=True"),
     "Sage learns": (partial(refused, "sage_hub", as_kernel, True, **RING), "has no autograd"),
     "unknown": (partial(refused, "fastest", as_kernel, **RING), "no attention back end 'fastest'"),
-    "several": (partial(refused, "_flash_3_hub", several, **BOTH), "_flash_3_hub, flex, but"),
+    "several": (partial(refused, "_flash_3_hub", several, **BOTH), "_flash_3_hub, flex: choose"),
 }
 
 

@@ -56,11 +56,11 @@ def sparse_cases() -> Iterator[Callable[[], Decision]]:
         runs = np.arange(LENS.size) * ranks // LENS.size
         if seed % 2:
             yield lambda matrix=matrix, ranks=ranks: _blocks(
-                partition_blocks(matrix, ranks, method="minimal_move", keys_stay=ranks == 8)
+                partition_blocks(matrix, ranks, keys_stay=ranks == 8)
             )
         else:
             yield lambda matrix=matrix, ranks=ranks, runs=runs: _blocks(
-                partition_blocks(matrix, ranks, method="minimal_move", q_home=runs, kv_home=runs)
+                partition_blocks(matrix, ranks, q_home=runs, kv_home=runs)
             )
     yield lambda: _blocks(paper_blocks(_mask(8).sum(axis=0), 4, capacity=(20, 20)))
     counts = block_counts(_mask(9), kv_lens=LENS)[:, :, 0]

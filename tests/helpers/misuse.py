@@ -190,7 +190,7 @@ REFUSED: dict[str, Wrong] = {
     "below 0": (lambda: split(ring_degree=-2, ulysses_degree=-1), "ring_degree is -2"),
     "too many": (lambda: split(ulysses_degree=4), f"Ulysses 4 on 2 ranks: {PRODUCT}"),
     "heads": (lambda: split(configured(1)), "has too few heads, 1 for 2 Ulysses ranks"),
-    "axes": (lambda: split(mesh=mesh([0, 1], "tp")), "a mesh with the axes ('tp',): parallelize"),
+    "axes": (lambda: split(mesh=mesh([0, 1], "tp")), "a mesh with the axes ('tp',): give"),
     "order": (lambda: split(mesh=mesh([[0, 1]], "ulysses", "ring")), "a mesh with the axes"),
     "both": (lambda: split(mesh=mesh([0, 1], "ring"), ring_degree=2), "a mesh or degrees, not"),
     "auto": (lambda: split(mesh="auto"), "the config of Toy lack num_attention_heads"),

@@ -84,7 +84,6 @@ CASES = [
     ("cut_above", lambda: partition_heads([1, 2], 2, cut_above=-1.0), ("cut_above is -1.0",)),
     ("matrix", lambda: partition_blocks([[-1.0]], 1), ("block_matrix[0, 0] is -1.0",)),
     ("ring_degree", lambda: partition_blocks(MATRIX, 0), ("ring_degree is 0", "at least 1")),
-    ("method", blocks(method="best"), ("method is 'best'", '"stripe" or "minimal_move"')),
     ("q_home", blocks(q_home=[0, 5, 0, 1]), ("q_home has 5", "at most 1")),
     ("kv_home", blocks(kv_home=[0, 1]), ("kv_home of shape (2,)", "4 integers")),
     ("masks", rho(MASKS * 1), ("(2, 4, 4) and dtype int64", "(heads, q_blocks, kv_blocks)")),

@@ -127,7 +127,7 @@ def test_stripes_are_as_even_as_the_paper_and_move_less(
     """To 0.01 with 20 blocks a rank; the paper's moves are counted from runs, where it starts."""
     matrix = mask_of(kind, (8, 160, 160)).sum(axis=0)
     paper = paper_blocks(matrix, ring, reward=reward)
-    ours = partition_blocks(matrix, ring, method="minimal_move", target=paper.imbalance)
+    ours = partition_blocks(matrix, ring, target=paper.imbalance)
     assert ours.imbalance <= paper.imbalance + 0.01
     size = len(matrix)
     stripes, runs = turns(np.arange(size), ring), np.arange(size) * ring // size
@@ -156,9 +156,7 @@ def test_turns_are_even_whatever_the_frame(ring: int) -> None:
         seen = near & (np.abs(np.subtract.outer(frame, frame)) <= 4)
         matrix = np.rint(100 * np.multiply.outer(weight, weight)) * seen
         for name, rank in (("turns", turns(np.arange(row.size), ring)), ("fixed", row % ring)):
-            plan = partition_blocks(
-                matrix, ring, method="minimal_move", q_home=rank, kv_home=rank, target=9.0
-            )
+            plan = partition_blocks(matrix, ring, q_home=rank, kv_home=rank, target=9.0)
             worst[name] = max(worst[name], plan.imbalance)
     assert worst["turns"] < 1.12, worst
     assert worst["fixed"] > 1.9
@@ -207,9 +205,7 @@ def test_turns_that_masks_choose_are_even_without_moves(ring: int) -> None:
         steps = {"chosen": step, "fixed": 0, "sqrt 2": TURN_STEP}
         for way, other in steps.items():
             homes = turns(place, ring, other)
-            plan = partition_blocks(
-                mask * 1.0, ring, method="minimal_move", q_home=homes, kv_home=homes, target=99.0
-            )
+            plan = partition_blocks(mask * 1.0, ring, q_home=homes, kv_home=homes, target=99.0)
             worst[way] = max(worst[way], plan.imbalance)
     assert worst["fixed"] > 2.0 and worst["sqrt 2"] > 1.1, worst
 
@@ -292,8 +288,8 @@ def test_from_a_stripe_a_few_moves_reach_the_target(ring: int) -> None:
     masks = toeplitz_mask((8, 600, 600), 1)
     masks[:, :4] = masks[:, :, :4] = True
     matrix = masks.sum(axis=0)
-    stripe = partition_blocks(matrix, ring)
-    moved = partition_blocks(matrix, ring, method="minimal_move", target=1.01)
+    stripe = partition_blocks(matrix, ring, target=99.0)
+    moved = partition_blocks(matrix, ring, target=1.01)
     assert moved.imbalance <= min(1.01, max(stripe.imbalance, 1.0))
     assert num_moved(moved, stripe.q_of, stripe.kv_of) <= 0.05 * 1200
 
@@ -341,7 +337,7 @@ def test_masks_and_matrices_lie_in_memory_as_they_like() -> None:
     masks, matrix = rng.random((4, 8, 8)) < 0.5, rng.integers(0, 9, (8, 8)).astype(float)
     home = BlockLayout.striped([3] * 8, 2, 1)
     expected = SparsePlanner(2, 1).plan(masks, home)
-    moved = partition_blocks(matrix, 2, method="minimal_move")
+    moved = partition_blocks(matrix, 2)
     wide, tall = np.zeros((4, 16, 16), bool), np.zeros((16, 8))
     wide[:, ::2, ::2], tall[::2] = masks, matrix
     as_tensor: Any = torch.from_numpy(masks)
@@ -349,7 +345,7 @@ def test_masks_and_matrices_lie_in_memory_as_they_like() -> None:
         assert SparsePlanner(2, 1).plan(other, home) == expected
     read_only = np.frombuffer(matrix.tobytes()).reshape(8, 8)
     for other in (np.asfortranarray(matrix), tall[::2], read_only, matrix.tolist()):
-        again = partition_blocks(other, 2, method="minimal_move")
+        again = partition_blocks(other, 2)
         np.testing.assert_array_equal(again.q_of, moved.q_of)
         np.testing.assert_array_equal(again.kv_of, moved.kv_of)
 
@@ -907,10 +903,8 @@ def test_moves_only_ever_lower_the_end_of_a_ring(
     homes = [data.draw(layouts(size, ring)).home for size in matrix.shape]
     target = data.draw(st.sampled_from([0.0, 1.0, 1.05, 1.5]))
     place: dict[str, Any] = {"q_home": homes[0], "kv_home": homes[1]}
-    stay = partition_blocks(matrix, ring, method="minimal_move", target=99.0, **place)
-    plan = partition_blocks(
-        matrix, ring, method="minimal_move", target=target, keys_stay=keys_stay, **place
-    )
+    stay = partition_blocks(matrix, ring, target=99.0, **place)
+    plan = partition_blocks(matrix, ring, target=target, keys_stay=keys_stay, **place)
     assert num_moved(stay, *homes) == 0 and plan.imbalance <= stay.imbalance
     if stay.imbalance <= target:
         assert num_moved(plan, *homes) == 0

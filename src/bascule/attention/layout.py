@@ -106,9 +106,8 @@ class SequenceLayout:
         if self.stripe:
             lengths = tuple([index(length) for length in self.segments])  # graphs have numbers
             how = self.ring_degree, self.ulysses_degree, self.turn_step, self.turn_skip
-            return [
-                list(runs) for runs in _striped_of((lengths, self.stripe, how), (ring, ulysses))
-            ]
+            sizes = lengths, self.stripe, how
+            return [list(runs) for runs in _striped_of(sizes, (ring, ulysses))]
         per_segment = 2 if self.zigzag else 1
         runs = [_part(piece, self.ulysses_degree, ulysses) for piece in self.pieces(ring)]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]

@@ -221,10 +221,8 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | N
         if x.device.type != bag.device.type:
             raise ConfigError(f"{what}: q, k or v is on {x.device}: give tensors on {bag.device}")
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
-        raise ConfigError(
-            f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
-            "heads, head_dim) each, k and v alike"
-        )
+        wrong = f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ConfigError(f"{wrong}: give (tokens, heads, head_dim) each, k and v alike")
     if q.shape[0] != tokens or k.shape[0] != (tokens if num_keys is None else num_keys):
         keys = "" if num_keys is None else f", and {num_keys} of cross-attention"
         raise ConfigError(

@@ -56,10 +56,8 @@ class _MaskCache:
         if mask._version != self._version:
             return False
         if self._is_other:
-            raise ConfigError(
-                f"attention: a mask on {mask.device} was changed by .data or a kernel, "
-                "and calls used its old values: change it by mask.copy_(..), or give a new tensor"
-            )
+            wrong = f"attention: .data or a kernel changed a mask on {mask.device} that was used"
+            raise ConfigError(f"{wrong}: change it by mask.copy_(..), or give a new tensor")
         self._is_other.copy_((_values(mask) != self._values).any(), non_blocking=True)
         return True
 

@@ -57,10 +57,8 @@ def check_tensors(what: str, q: Any, k: Any, v: Any, mask: Any = None) -> None:
                 f"{what}: q, k, v or the mask is nested or {x.layout}: give dense tensors"
             )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
-        raise ConfigError(
-            f"{what}: q is {q.dtype}, k {k.dtype}, v {v.dtype}: give one floating-point dtype of "
-            "16, 32 or 64 bits, under autocast too, as by k.to(q.dtype)"
-        )
+        wrong = f"{what}: q is {q.dtype}, k {k.dtype}, v {v.dtype}"
+        raise ConfigError(f"{wrong}: give one floating-point dtype, 16 to 64 bits: k.to(q.dtype)")
     devices = {x.device for x in (q, k, v, mask) if x is not None}
     if len(devices) > 1 or q.is_meta:
         raise ConfigError(
@@ -78,10 +76,8 @@ def check_settings(what: str, causal: Any, scale: Any) -> None:
     # For compilers a number may be a symbol; what runs checks it again.
     is_finite = is_number and (torch.compiler.is_compiling() or math.isfinite(scale))
     if not isinstance(causal, bool) or not (scale is None or is_finite):
-        raise ConfigError(
-            f"{what}: causal={causal!r} and scale={scale!r}: give True or False, and a finite "
-            "number or None"
-        )
+        wrong = f"{what}: causal={causal!r} and scale={scale!r}"
+        raise ConfigError(f"{wrong}: give True or False, and a finite number or None")
 
 
 def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:

@@ -156,10 +156,8 @@ def _raise_difference(group: RankGroup, settings: Mapping[str, str], what: str, 
     for rank, text in enumerate(_around_difference([_from_words(row) for row in words])):
         ranks_of.setdefault(text, []).append(rank)
     parts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in ranks_of.items())
-    raise CommError(
-        f"step {step}, {what}: ranks of group {group.name!r} disagree on {name}: {parts}. "
-        "Give every rank the same value"
-    )
+    wrong = f"step {step}, {what}: ranks of group {group.name!r} disagree on {name}"
+    raise CommError(f"{wrong}: {parts}. Give every rank the same value")
 
 
 def _around_difference(texts: Sequence[str]) -> list[str]:

@@ -198,10 +198,8 @@ def is_staged(group: RankGroup, x: Tensor) -> bool:
     if not x.is_cuda or group.calls.has_cuda:
         return False
     if not this_world().stages_cuda:
-        raise ConfigError(
-            f"gloo group {group.name!r} sends tensors of the host only, not of {x.device}: use "
-            "NCCL, or, if ranks share one GPU, call bascule.comm.stage_cuda() on every rank"
-        )
+        wrong = f"gloo group {group.name!r} sends tensors of the host only, not of {x.device}"
+        raise ConfigError(f"{wrong}: use NCCL, or call bascule.comm.stage_cuda() on every rank")
     return True
 
 

@@ -382,9 +382,8 @@ class Watch:
             text = read(self._store, f"waits/{other}")
             pair = None if text is None else _unlike(state, json.loads(text))
             if pair is not None:
-                own_call, their_call = pair
                 self.reason = self.fail(
-                    f"rank {self._rank} waits in {own_call!r} and rank {other} in {their_call!r}: "
+                    f"rank {self._rank} waits in {pair[0]!r} and rank {other} in {pair[1]!r}: "
                     "these ranks run different code, for example because a cache of steps skips "
                     "by each rank's own tokens: let all ranks decide alike, or turn the cache off",
                     None,

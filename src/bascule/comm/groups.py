@@ -190,20 +190,16 @@ class RankGroup:
 
     def __reduce__(self) -> str:
         """Refuse a copy, which could not make calls."""
-        raise ConfigError(
-            f"the ranks of {self.name!r} cannot be copied or pickled, nor can an object that "
-            "refers to them (a step, a mesh, a loader): make a new one where you need it"
-        )
+        wrong = f"the ranks of {self.name!r}, or what holds them, cannot be copied or pickled"
+        raise ConfigError(f"{wrong}: make a new step, mesh or loader where you need it")
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """Process group for torch's collectives; CommError if it was destroyed."""
         group = self.reference()
         if group is None:
-            raise CommError(
-                f"the process group {self.name!r} of ranks {list(self.ranks)} was destroyed: after "
-                "init_process_group, make the objects that use it again"
-            )
+            wrong = f"the process group {self.name!r} of ranks {list(self.ranks)} was destroyed"
+            raise CommError(f"{wrong}: after init_process_group, make what uses it again")
         return group
 
     @cached_property
@@ -262,17 +258,13 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
         return dist.group.WORLD
     if isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
-            raise ConfigError(
-                f"the mesh has several axes, {mesh_or_group.mesh_dim_names}: give the one whose "
-                "ranks share the work, as mesh['name']"
-            )
+            wrong = f"the mesh has several axes, {mesh_or_group.mesh_dim_names}"
+            raise ConfigError(f"{wrong}: give the one whose ranks share the work, as mesh['name']")
         return mesh_or_group.get_group()
     if isinstance(mesh_or_group, dist.ProcessGroup):
         return mesh_or_group
-    raise ConfigError(
-        f"{mesh_or_group!r} is no process group of this rank: give a one-axis DeviceMesh, a "
-        "process group that this rank is in, or None for all ranks"
-    )
+    wrong = f"{mesh_or_group!r} is no process group of this rank"
+    raise ConfigError(f"{wrong}: give a one-axis DeviceMesh, a group of this rank, or None")
 
 
 def member_of(

@@ -182,33 +182,16 @@ def _sizes_of(
     """Return the sizes for tensors with `factors` heads for each key-value head."""
     tokens, each, own = lens[rank], sum(factors), shares.of(rank)
     home = (tokens,) if is_packed else (batch, tokens)
-    return _Sizes(
-        sent=(batch * tokens * each * width * shares.num_kv_heads,),
-        by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
-        by_tokens=[batch * num * each * width * own for num in lens],
-        whole=(batch, sum(lens), each * own, width),
-        homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
-        runs=_runs(shares, batch, tokens, factors, width),
-    )
-
-
-def _runs(
-    shares: HeadShares, batch: int, tokens: int, factors: tuple[int, ...], width: int
-) -> list[_Run]:
-    runs: list[_Run] = []
-    first = start = 0
-    for num_ranks, num in (
-        (shares.num_more, shares.base + 1),
-        (shares.size - shares.num_more, shares.base),
-    ):
+    runs, first, start = list[_Run](), 0, 0
+    num_fewer = shares.size - shares.num_more
+    for num_ranks, num in ((shares.num_more, shares.base + 1), (num_fewer, shares.base)):
         if not num_ranks:
             continue
-        row, of_run = sum(factors) * num * width, num_ranks * num
-        is_all = num_ranks == shares.size
+        row, of_run, is_all = each * num * width, num_ranks * num, num_ranks == shares.size
         runs.append(
             _Run(
                 start=start,
-                shape=(batch, tokens, num_ranks, sum(factors) * num, width),
+                shape=(batch, tokens, num_ranks, each * num, width),
                 strides=(tokens * row, row, batch * tokens * row, width, 1),
                 heads=None if is_all else [(first * f, of_run * f) for f in factors],
                 views=[(batch, tokens, num_ranks, num * f, width) for f in factors],
@@ -216,7 +199,14 @@ def _runs(
             )
         )
         first, start = first + of_run, start + num_ranks * batch * tokens * row
-    return runs
+    return _Sizes(
+        sent=(batch * tokens * each * width * shares.num_kv_heads,),
+        by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
+        by_tokens=[batch * num * each * width * own for num in lens],
+        whole=(batch, sum(lens), each * own, width),
+        homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
+        runs=runs,
+    )
 
 
 def _ordered(rows: Tensor, order: Tensor | Sequence[slice]) -> Tensor:

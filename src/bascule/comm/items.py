@@ -184,15 +184,11 @@ class _Writer:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             is_host = self.device.type == "cpu"
             fix = "; move them to a device after the loader" if is_host else f" or on {self.device}"
-            raise ConfigError(
-                f"{path} is a {kind} tensor on {tensor.device}: samples hold dense tensors on the "
-                f"CPU{fix}"
-            )
+            wrong = f"{path} is a {kind} tensor on {tensor.device}"
+            raise ConfigError(f"{wrong}: samples hold dense tensors on the CPU{fix}")
         if tensor.requires_grad:
-            raise ConfigError(
-                f"{path} requires a gradient, and samples carry none between ranks: give its "
-                "inputs, such as token ids, and compute it within the model; or detach it"
-            )
+            wrong = f"{path} requires a gradient, and samples carry none between ranks"
+            raise ConfigError(f"{wrong}: give token ids, compute it within the model, or detach it")
         if type(tensor) is not Tensor:
             raise _refusal(tensor, path)
         dense = tensor.resolve_conj().resolve_neg()
@@ -264,9 +260,7 @@ _ADVICE = (
 def _refusal(value: object, path: str) -> ConfigError:
     """Return the error of a value that cannot travel, with what to give instead."""
     advice = next(text for kind, text in _ADVICE if isinstance(value, kind))
-    return ConfigError(
-        f"{path} is a {type(value).__name__}, which would not arrive as one: {advice}"
-    )
+    return ConfigError(f"{path} is a {type(value).__name__}, and would not arrive as one: {advice}")
 
 
 class _Reader:

@@ -66,20 +66,9 @@ class AttentionMesh:
             raise ConfigError(f"a mesh is a {type(mesh).__name__}: give a DeviceMesh")
         allowed = (RING_AXIS, ULYSSES_AXIS)
         mesh = named_part(mesh, allowed)
-        names = mesh.mesh_dim_names or ()
-        if not names or tuple(name for name in allowed if name in names) != tuple(names):
-            raise ConfigError(
-                f"the mesh has the axes {names}; attention needs ('ring', 'ulysses') in this "
-                "order, or one of them: transpose the tensor of ranks, or choose an axis"
-            )
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise ConfigError(
-                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: call "
-                "this only on ranks of the mesh"
-            )
+        coordinate = place_on(mesh, allowed)
         parts: dict[str, RankGroup | None] = dict.fromkeys(allowed)
-        for axis, name in enumerate(names):
+        for axis, name in enumerate(mesh.mesh_dim_names or ()):
             if mesh.mesh.shape[axis] > 1:
                 along = mesh.mesh.movedim(axis, -1)
                 others = [place for at, place in enumerate(coordinate) if at != axis]
@@ -123,6 +112,19 @@ def named_part(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     names = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
     is_part = names and len(names) < mesh.ndim and mesh.get_coordinate() is not None
     return mesh[names] if is_part else mesh
+
+
+def place_on(mesh: DeviceMesh, axes: tuple[str, ...]) -> Sequence[int]:
+    """Return this rank's coordinates; refuse a mesh with other axes, or without this rank."""
+    names = mesh.mesh_dim_names or ()
+    if not names or tuple(name for name in axes if name in names) != tuple(names):
+        wrong = f"a mesh with the axes {names}: give {axes} or some of them, in this order"
+        raise ConfigError(f"{wrong}: transpose its tensor of ranks, or name other axes")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        wrong = f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}"
+        raise ConfigError(f"{wrong}: call this only on ranks of the mesh")
+    return coordinate
 
 
 class Place(NamedTuple):
@@ -182,10 +184,8 @@ def meshes_over(
     size = math.prod(mesh.degrees)
     for pair in all_degrees(size) if degrees is None else degrees:
         if pair[0] * pair[1] != size or min(pair) < 1:
-            raise ConfigError(
-                f"{pair[0]} x {pair[1]} (ring x Ulysses) on {size} ranks: the product must be "
-                f"{size}; possible are {all_degrees(size)}"
-            )
+            wrong = f"{pair[0]} x {pair[1]} (ring x Ulysses) on {size} ranks"
+            raise ConfigError(f"{wrong}: the product must be {size}, as in {all_degrees(size)}")
         if pair not in made:
             assert mesh.whole is not None
             made[pair] = mesh_over(mesh.whole, ring=pair[0], ulysses=pair[1])

@@ -66,10 +66,8 @@ class Quantized:
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows (.., D) that were given to `pack`, in new memory."""
         if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
-            raise ConfigError(
-                f"unpack: got {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
-                f"{PEAK_BYTES + 1} bytes, as `pack` makes them"
-            )
+            wrong = f"unpack: got {tuple(rows.shape)} of {rows.dtype}"
+            raise ConfigError(f"{wrong}: give uint8 rows of pack, {PEAK_BYTES + 1} bytes or more")
         codes, peak = rows.split([rows.shape[-1] - PEAK_BYTES, PEAK_BYTES], dim=-1)
         # A copy, since rows need not begin at a multiple of four bytes.
         peak = peak.clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -281,15 +281,11 @@ def check_rows(what: str, name: str, x: Any, num_rows: int, device: torch.device
     if not isinstance(x, Tensor):
         raise ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
     if x.layout != torch.strided or x.is_nested or x.is_quantized or hasattr(x, "placements"):
-        raise ConfigError(
-            f"{what}: {name!r} is a {type(x).__name__} of layout {x.layout}: give a dense "
-            "tensor of this rank's rows, as with .to_dense(), .dequantize() or .to_local()"
-        )
+        wrong = f"{what}: {name!r} is a {type(x).__name__} of layout {x.layout}"
+        raise ConfigError(f"{wrong}: give it dense, by .to_dense(), .dequantize() or .to_local()")
     if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != device.type:
-        raise ConfigError(
-            f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}: give {num_rows} rows, "
-            f"as many as this rank has in the plan, on {device}"
-        )
+        wrong = f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}"
+        raise ConfigError(f"{wrong}: give {num_rows} rows, as the plan has here, on {device}")
 
 
 def has_gradient(tensor: Tensor) -> bool:

@@ -66,10 +66,8 @@ def refuse_transforms(what: str, *tensors: Any) -> None:
     elif _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
         recorder = "make_fx"
     if recorder is not None:
-        raise ConfigError(
-            f"{what} within {recorder}, which cannot record the exchange between ranks: "
-            "call it outside, or compile the model with torch.compile"
-        )
+        wrong = f"{what} within {recorder}, which cannot record the exchange between ranks"
+        raise ConfigError(f"{wrong}: call it outside, or compile the model with torch.compile")
 
 
 def wants_gradients(xs: Sequence[object]) -> list[bool]:

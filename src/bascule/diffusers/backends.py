@@ -109,10 +109,8 @@ def chosen_backend(models: Iterable[nn.Module]) -> FunctionKernel | None:
     plain = sorted({str(name.value) for name in names if name is not None})
     others = [name for name in plain if "native" not in name]  # than torch's
     if len(plain) > 1 and others:
-        raise ConfigError(
-            f"parallelize: modules have the attention back ends {', '.join(plain)}, but attention "
-            "over ranks needs the same one in all: call model.set_attention_backend(..) with it"
-        )
+        wrong = f"parallelize: modules have the attention back ends {', '.join(plain)}"
+        raise ConfigError(f"{wrong}: choose one for all by model.set_attention_backend(..)")
     return backend_kernel(others[0]) if others else None
 
 
@@ -120,7 +118,5 @@ def check_merges(kernel: Kernel | None, ring_degree: int, overlap: bool) -> None
     """Refuse a kernel that returns no LSE if a ring or `overlap` needs it to merge parts."""
     if isinstance(kernel, FunctionKernel) and not kernel.gives_lse and (ring_degree > 1 or overlap):
         where = f"ring_degree={ring_degree}" if ring_degree > 1 else "overlap=True"
-        raise ConfigError(
-            f"parallelize: kernel {kernel.name!r} gives no log-sum-exp, but {where} needs it to "
-            "merge parts of attention: use ulysses_degree alone, or a kernel that returns it"
-        )
+        wrong = f"kernel {kernel.name!r} gives no log-sum-exp, but {where} needs it to merge parts"
+        raise ConfigError(f"{wrong}: use ulysses_degree alone, or a kernel that returns it")

@@ -99,10 +99,8 @@ def samples_in(batch: Sample, table: SplitTable) -> list[Sample]:
         if isinstance(value, Tensor | list):
             sizes[name] = len(value) if isinstance(value, list) else value.shape[dim]
     if len(set(sizes.values())) != 1:
-        raise ConfigError(
-            f"arguments of a batch have {dict(sorted(sizes.items()))} samples: give tensors "
-            "(batch, ..) of one batch, and name arguments without it in a table's `unbatched`"
-        )
+        wrong = f"arguments of a batch have {dict(sorted(sizes.items()))} samples"
+        raise ConfigError(f"{wrong}: give (batch, ..), or name them in a table's `unbatched`")
     (num_samples,) = set(sizes.values())
 
     def part(name: str, value: Any, place: int) -> Any:
@@ -181,9 +179,7 @@ class BalancedModel:
             if max_tokens is not None:
                 whole("max_tokens", max_tokens, 1)
             if parallel.data_group is not group:
-                raise ConfigError(
-                    "BalancedModel: give SequenceParallel all ranks of its data_group"
-                )
+                raise ConfigError("BalancedModel: give SequenceParallel all ranks of data_group")
             inner = unwrapped(model)
             return Request(models=[inner], tables=[table_of(inner, table)])
 
@@ -346,10 +342,8 @@ class BalancedModel:
         model: nn.Module,
     ) -> Tensor:
         if self._wrapper is not None and model is not self._wrapper:
-            raise ConfigError(
-                f"train_step with a {type(model).__name__}: give it the DistributedDataParallel of "
-                "the BalancedModel, which averages gradients"
-            )
+            wrong = f"train_step with a {type(model).__name__}"
+            raise ConfigError(f"{wrong}: give it the BalancedModel's DistributedDataParallel")
         batch = batch_of(samples, self._table)
         names = parameters_of(self._split.model)
         with self._split.taking(None if mesh is None else Way(mesh, compares=False)):
@@ -358,10 +352,8 @@ class BalancedModel:
         is_one = isinstance(output, tuple) and len(output) == 1
         losses = loss_fn(output[0] if is_one else output, batch)
         if losses.shape[:1] != (len(samples),):
-            raise ConfigError(
-                f"loss_fn gave the shape {tuple(losses.shape)} for {len(samples)} samples: return "
-                f"the loss of each sample or element, ({len(samples)}, ..), without a mean"
-            )
+            wrong = f"loss_fn gave the shape {tuple(losses.shape)} for {len(samples)} samples"
+            raise ConfigError(f"{wrong}: return losses ({len(samples)}, ..), without a mean")
         wide = losses.to(torch.promote_types(losses.dtype, torch.float32))
         wide = wide.reshape(len(samples), -1).mean(1)
         return (wide * torch.from_numpy(scales).to(wide)).sum()

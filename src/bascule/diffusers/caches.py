@@ -172,10 +172,8 @@ def branch_of(
 
 
 def _cache_dit_error(model: nn.Module) -> ConfigError:
-    return ConfigError(
-        f"{type(model).__name__} over ranks: the cache of cache-dit would decide by one rank's "
-        "tokens: call cache_dit.disable_cache(pipeline), or use a cache of diffusers"
-    )
+    wrong = f"{type(model).__name__} over ranks: the cache of cache-dit decides by a rank's tokens"
+    return ConfigError(f"{wrong}: call cache_dit.disable_cache(pipeline), or use one of diffusers")
 
 
 def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh, group_of, mesh_over
+from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh, group_of, mesh_over, place_on
 from bascule.errors import ConfigError
 from bascule.machine.cluster import HardwareProfile
 from bascule.machine.mesh_choice import DenoisingStep, MeshChoice, choose_mesh
@@ -75,12 +75,10 @@ class AutoMesh:
         if self.profile is not None:
             needed |= {"attention_head_dim": head_dim, "num_layers": num_layers}
             needed |= {"num_tokens": self.num_tokens}
-        missing = [name for name, value in needed.items() if not value]
+        missing = " and ".join(name for name, value in needed.items() if not value)
         if missing:
-            raise ConfigError(
-                f"mesh='auto': AutoMesh and the config of {type(model).__name__} lack "
-                f"{' and '.join(missing)}: add it, or give degrees"
-            )
+            wrong = f"mesh='auto': AutoMesh and the config of {type(model).__name__} lack {missing}"
+            raise ConfigError(f"{wrong}: add it, or give degrees")
         sizes = self.num_tokens or 1, num_heads, head_dim or 1, num_layers or 1
         step = DenoisingStep(*sizes, self.num_passes)
         ranks_per_node = self.ranks_per_node
@@ -97,18 +95,8 @@ def ranks_of(mesh: DeviceMesh | None) -> RankGroup | None:
     if mesh is None:
         group = member_of(resolve(None), "world")
         return group if group.size > 1 else None
-    names = mesh.mesh_dim_names or ()
-    if not names or tuple(name for name in AXES if name in names) != tuple(names):
-        raise ConfigError(
-            f"a mesh with the axes {names}: parallelize accepts {AXES} or some of them, in this "
-            "order: transpose the mesh's tensor of ranks, or name other axes"
-        )
-    if mesh.get_coordinate() is None:
-        raise ConfigError(
-            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: call "
-            "parallelize on the mesh's ranks only"
-        )
-    if set(names) <= {RING_AXIS, ULYSSES_AXIS}:
+    place_on(mesh, AXES)
+    if set(mesh.mesh_dim_names or ()) <= {RING_AXIS, ULYSSES_AXIS}:
         return AttentionMesh.of(mesh).whole
     ranks = mesh.mesh.flatten().tolist()
     return group_of(ranks) if len(ranks) > 1 else None
@@ -120,10 +108,8 @@ def shape_of(mesh: DeviceMesh | None, degrees: Shape) -> Shape:
         return Shape(**dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)))
     num_ranks = dist.get_world_size()
     if min(astuple(degrees)) < 1 or prod(astuple(degrees)) != num_ranks:
-        raise ConfigError(
-            f"{degrees} on {num_ranks} ranks: the product of degrees must be {num_ranks}, as with "
-            f"ulysses_degree={num_ranks}; to use only some of the ranks, give a mesh"
-        )
+        wrong = f"{degrees} on {num_ranks} ranks: the product of degrees must be {num_ranks}"
+        raise ConfigError(f"{wrong}: use ulysses_degree={num_ranks}, or a mesh of some of them")
     return degrees
 
 

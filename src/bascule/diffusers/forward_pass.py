@@ -238,9 +238,8 @@ class ForwardPass(SequenceParallelMode):
             raise ConfigError(
                 f"{name} has the shape {tuple(value.shape)}: give its tokens in dim {cut.dim}"
             )
-        segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
-        if segments:
-            share = self._share_from(segments, value, cut.dim, name)
+        if cut.segments:
+            share = self._share_from(cut.segments, value, cut.dim, name)
         else:
             share = self._share_of(("",), (value.shape[cut.dim],))
         if len(share.runs) > 1:
@@ -252,7 +251,7 @@ class ForwardPass(SequenceParallelMode):
         """Gather the tokens of all ranks, with the gradients of `attention.api.gather`."""
         if isinstance(x, tuple):
             return self.gather(x[0], cut), *x[1:]
-        share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
+        share = self.share(cut.segments)
         if x.shape[cut.dim] != share.num_tokens:
             raise ConfigError(
                 f"the table does not fit the model: it gathers dim {cut.dim} of {tuple(x.shape)}, "

@@ -476,10 +476,8 @@ class ParallelHandle:
         splits = [split for split in self.parts if inner is None or split.model is inner]
         if not splits:
             names = [type(split.model).__name__ for split in self.parts]
-            raise ConfigError(
-                f"{what}: {type(model).__name__} is not one of the models that this handle split, "
-                f"{names}: give one of them, or leave the model out for the first"
-            )
+            wrong = f"{what}: {type(model).__name__} is not one of the models of this handle"
+            raise ConfigError(f"{wrong}: give one of them, {names}, or none for the first")
         return splits[0]
 
     def _split_of(self, model: nn.Module | None, what: str) -> SplitModel:

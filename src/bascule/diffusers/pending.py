@@ -86,10 +86,8 @@ def _cut(name: str, value: Any, samples: Samples, part: slice) -> Any:
         if value.dim() == 0 or value.shape[0] == 1:  # for all samples
             return value
         if value.shape[0] != batch:
-            raise ConfigError(
-                f"{name} has the shape {tuple(value.shape)} in a call of {batch} samples: give "
-                "(batch, ..), or name it in `unbatched` of the split table"
-            )
+            wrong = f"{name} has the shape {tuple(value.shape)} in a call of {batch} samples"
+            raise ConfigError(f"{wrong}: give (batch, ..), or name it in a table's `unbatched`")
         return value[part]
     if isinstance(value, Mapping):
         return {key: _cut(f"{name}.{key}", x, samples, part) for key, x in value.items()}
@@ -209,15 +207,9 @@ class Branches:
             error = failure
         sizes = np.array([sent.num_bytes for sent in parcels], dtype=np.int64)
         self._num_exchanges += 1
-        by_rank = agree_or_raise(
-            group,
-            error,
-            {"calls": str(owners)},
-            what="guidance branches",
-            step=self._num_exchanges,
-            values=sizes,
-            capacity=self._capacity,
-        )
+        step, name, settings = self._num_exchanges, "guidance branches", {"calls": str(owners)}
+        numbers: Any = {"values": sizes, "capacity": self._capacity}
+        by_rank = agree_or_raise(group, error, settings, what=name, step=step, **numbers)
         self._capacity = max(self._capacity, *(received.size for received in by_rank))
         source = np.array([*owners.values()])
         num_bytes = np.zeros_like(source)
@@ -227,7 +219,6 @@ class Branches:
         others = group.size - 1
         sources, dests = np.repeat(source, group.size), np.tile(np.arange(group.size), source.size)
         copies = sources != dests
-        step, name = self._num_exchanges, "guidance branches"
         move = ItemMove(sources[copies], dests[copies], group, device, step, name)
         self.sent_bytes = int(sizes.sum()) * others
         outgoing = [sent for sent in parcels for _ in range(others)]

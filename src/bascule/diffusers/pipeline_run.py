@@ -78,10 +78,8 @@ def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
     if getattr(vae, "use_tiling", False):
         return vae
     if for_vae == "first":
-        raise ConfigError(
-            f"parallelize(.., vae='first'): a {type(vae).__name__} without tiling makes every "
-            "rank decode whole images: call pipeline.vae.enable_tiling() before parallelize"
-        )
+        wrong = f"vae='first': a {type(vae).__name__} without tiling decodes whole images"
+        raise ConfigError(f"{wrong}: call pipeline.vae.enable_tiling() before parallelize")
     return None
 
 
@@ -92,10 +90,8 @@ def _shared_text_encoders(pipeline: Any, for_texts: str) -> list[nn.Module]:
     modules = [encoder for encoder in encoders if isinstance(encoder, nn.Module)]
     for module in modules:
         if table_of(module).length is None:
-            raise ConfigError(
-                f"parallelize(.., text_encoders='all'): bascule does not know how a "
-                f"{type(module).__name__} holds prompts: use text_encoders='own'"
-            )
+            wrong = f"text_encoders='all': how a {type(module).__name__} holds prompts is unknown"
+            raise ConfigError(f"{wrong}: use text_encoders='own'")
     return modules
 
 
@@ -196,15 +192,17 @@ class PhaseTimes:
         }
 
 
+def finished_s(device: torch.device) -> float:
+    """Return the time in seconds once a device has done its work."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()
+
+
 @contextmanager
 def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
     """Time a pipeline's call within this scope; the host waits after each step."""
-    times = PhaseTimes()
-
-    def now() -> float:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-        return time.perf_counter()
+    times, now = PhaseTimes(), partial(finished_s, device)
 
     def observe(what: str, *_: Any) -> None:
         if what == "step":

@@ -5,7 +5,6 @@ on kernels, launches and links, so the first passes of each form of inputs try b
 """
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup
+from bascule.diffusers.pipeline_run import finished_s
 from bascule.quantities import seconds
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ _LEAST_GAIN = 1.05  # of passes alone, over which results need not agree to the 
 class _Times:
     """The passes of one form of inputs: seconds of both ways, and which one has won."""
 
-    num_calls: int = 0
     split_s: list[float] = field(default_factory=list[float])
     alone_s: list[float] = field(default_factory=list[float])
     is_alone: bool | None = None  # None: the race goes on
@@ -47,19 +46,17 @@ class Race:
 
     def run(self, form: object, split: Callable[[], Any], alone: Callable[[], Any]) -> Any:
         """Run a pass of this form of inputs."""
-        times = self._times.setdefault(form, _Times())
+        times = self._times.get(form)
+        if times is None:
+            self._times[form] = _Times()
+            return split()
         if times.is_alone is not None:
             return alone() if times.is_alone else split()
-        times.num_calls += 1
-        if times.num_calls == 1:
-            return split()
         is_second = len(times.split_s) == _NUM_TIMED
         run, taken_s = (alone, times.alone_s) if is_second else (split, times.split_s)
-        self._wait()
-        start = time.perf_counter()
+        start_s = finished_s(self._device)
         output = run()
-        self._wait()
-        taken_s.append(time.perf_counter() - start)
+        taken_s.append(finished_s(self._device) - start_s)
         if len(taken_s) == _NUM_TIMED:
             self._decide(times)
         return output
@@ -81,8 +78,3 @@ class Race:
             )
             if self._group.rank == 0:
                 logger.info(self.lines[-1])
-
-    def _wait(self) -> None:
-        """Wait for the device, whose work would else be in the next pass's time."""
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)

@@ -50,10 +50,8 @@ class Request:
                 raise ConfigError(f"{name} was split by diffusers' enable_parallelism: {way_out}")
             num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
             if num_heads is not None and num_heads < ulysses:
-                raise ConfigError(
-                    f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks: use "
-                    f"ulysses_degree={num_heads} at most, and a larger ring_degree"
-                )
+                wrong = f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks"
+                raise ConfigError(f"{wrong}: use ulysses_degree={num_heads} at most, and a ring")
             check_model(model, table)
             if self.shape.guidance > 1:
                 check_guided(model)

@@ -43,7 +43,7 @@ from bascule.errors import ConfigError
 from bascule.machine.cluster import LIMITS
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, columns_of
-from bascule.plan.sparse.layout import Counts, best_step, turns
+from bascule.plan.sparse.layout import Counts, best_step
 from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.plan.topology import Degrees
@@ -141,10 +141,8 @@ class SparseConfig:
         if self.orders is not None:
             orders = array("orders", self.orders)
             if orders.dtype.kind not in "iu" or orders.ndim not in (2, 3):
-                raise ConfigError(
-                    f"SparseConfig: orders of shape {orders.shape} and dtype {orders.dtype}: give "
-                    "integers (heads, tokens), or (layers, heads, tokens)"
-                )
+                wrong = f"SparseConfig: orders of shape {orders.shape} and dtype {orders.dtype}"
+                raise ConfigError(f"{wrong}: give integers ([layers,] heads, tokens)")
             shape = (1,) * (3 - orders.ndim) + orders.shape
             object.__setattr__(self, "orders", orders.reshape(shape))
 
@@ -185,10 +183,8 @@ class SparseConfig:
                 f"{self.block} tokens, {int(blocks.q_is_text.sum())} of them text: give such masks"
             )
         if steps > 1 and step >= steps:
-            raise ConfigError(
-                f"sparse: step {step}, but masks end at step {steps - 1}: call handle.restart() "
-                "before another image; give passes_per_step if a step has several passes"
-            )
+            wrong = f"sparse: step {step}, but masks end at step {steps - 1}"
+            raise ConfigError(f"{wrong}: call handle.restart() per image, or give passes_per_step")
         return self.array[step if steps > 1 else 0, layer if layers > 1 else 0]
 
     def order_of(self, key: "LayerKey", num_heads: int) -> Ints | None:
@@ -311,21 +307,14 @@ def _dealt(config: SparseConfig, ring_degree: int) -> dict[str, Any]:
     is_text = [is_full.all(axis=1), is_full.all(axis=0)]
     if is_full.shape[0] == is_full.shape[1]:
         is_text = [is_text[0] & is_text[1]] * 2
-    skip = min(
-        -(-int(x.sum()) * size // config.dealt)
-        for x, size in zip(is_text, config.blocks, strict=True)
-    )
+    sides = list(zip(is_text, config.blocks, strict=True))
+    skip = min(-(-int(x.sum()) * size // config.dealt) for x, size in sides)
     # Turns go on after text, wherever it is; so its rank gets a block of the video less.
-    stripes = [
+    q, kv = (
         num_before(x.astype(np.int64)) * size // config.dealt + np.where(x, 0, skip)
-        for x, size in zip(is_text, config.blocks, strict=True)
-    ]
-
-    def homes_of(step: int) -> tuple[Ints, Ints]:
-        q, kv = (turns(stripe, ring_degree, step) for stripe in stripes)
-        return q, kv
-
-    step = best_step((work.astype(np.float64) for work in works), ring_degree, homes_of)
+        for x, size in sides
+    )
+    step = best_step((work.astype(np.float64) for work in works), ring_degree, (q, kv))
     return dealt | {"turn_step": step, "turn_skip": skip}
 
 

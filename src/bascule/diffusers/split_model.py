@@ -258,11 +258,7 @@ class SplitModel:
         return way.race.run(signature, split, alone) if may_race else split()
 
     def _compute(
-        self,
-        way: Way | None,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, way: Way | None, forward: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
         """Run a forward pass of the model in a way; None: unsplit, on this rank."""
         before = self.forward, self.is_running
@@ -307,9 +303,8 @@ class SplitModel:
         check = self._check
         if check is None or way.mesh.whole is None or self.is_checked or self.has_cache:
             return
-        with self.taking(
-            replace(way, sparse=None, race=None)
-        ):  # the table says nothing about sparse blocks
+        # The table says nothing about sparse blocks.
+        with self.taking(replace(way, sparse=None, race=None)):
             self.is_checked = True
             try:
                 check(self, partial(self._call, forward, *args, **kwargs))

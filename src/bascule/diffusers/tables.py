@@ -503,10 +503,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers of DDP, torch.compile and PEFT."""
     wrapper: Any = model
     if isinstance(model, FullyShardedDataParallel):
-        raise ConfigError(
-            f"bascule cannot split a {type(model.module).__name__} that FSDP 1 shards: use "
-            "fully_shard(model) (FSDP 2)"
-        )
+        wrong = f"bascule cannot split a {type(model.module).__name__} that FSDP 1 shards"
+        raise ConfigError(f"{wrong}: use fully_shard(model) (FSDP 2)")
     if isinstance(model, DistributedDataParallel):
         return unwrapped(wrapper.module)
     if isinstance(model, OptimizedModule):

@@ -61,10 +61,8 @@ class Verification:
     @property
     def first_difference(self) -> str | None:
         """The first block that does not pass, then the first output."""
-        for name, error in self.errors.items():
-            if not error <= self.tolerance:  # nan does not pass
-                return name
-        return None
+        # nan does not pass
+        return next((name for name, x in self.errors.items() if not x <= self.tolerance), None)
 
     @property
     def errors(self) -> dict[str, float]:

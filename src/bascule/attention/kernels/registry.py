@@ -303,10 +303,8 @@ class FunctionKernel:
     def check_parts(self, num_parts: int) -> None:
         """Refuse several parts of an attention if the kernel gives no LSE to merge them."""
         if num_parts > 1 and not self.gives_lse:
-            raise ConfigError(
-                f"kernel {self.name!r} gives no log-sum-exp, but a ring, overlap or mask needs it "
-                "to merge parts: return (out, lse) and set gives_lse=True, or leave these out"
-            )
+            wrong = f"kernel {self.name!r} gives no log-sum-exp to merge parts of attention by"
+            raise ConfigError(f"{wrong}: set gives_lse=True, or leave out rings, overlap and masks")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         if mask.packed is not None:

@@ -286,10 +286,8 @@ def attend_sparse(
     if isinstance(seen, WholeMasks):
         wanted = (*plan.ring_of.shape, plan.kv.lens.size)
         if seen.array.shape != wanted:
-            raise ConfigError(
-                f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted} "
-                "(heads, query blocks, key blocks): give the masks for which it was made"
-            )
+            wrong = f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted}"
+            raise ConfigError(f"{wrong}: give the masks for which it was made")
     elif not isinstance(seen, BlockRule | Clusters) and not callable(seen):
         raise ConfigError(
             f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
@@ -317,7 +315,7 @@ def attend_sparse(
         here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)], wire)
     with record_function(MASKS_SPAN):
         kept = seen.made.get(tables) if isinstance(seen, WholeMasks) else None
-        seen_keys = keys
+        seen_keys: Any = keys
         if keys is not None:
             keys = np.broadcast_to(keys, (q.shape[0], int(plan.kv.lens.sum())))
         here, index, order = (here_q.detach(), here_k.detach(), here_v.detach()), None, None
@@ -327,7 +325,7 @@ def attend_sparse(
             masks, rows_seen = groups.counts[None], groups.seen
             order, index = groups.q_order, groups.kv_order
             here_q = here_q.index_select(0, order)
-        elif kept is not None and _are_equal(kept[0], seen_keys):
+        elif kept is not None and np.array_equal(kept[0], seen_keys):
             _, masks, rows_seen, index = kept
         else:
             if isinstance(seen, BlockRule):
@@ -351,10 +349,6 @@ def attend_sparse(
     with record_function(EXCHANGE_SPAN):
         rows = tables.take_home(rows, wire)
     return rows.view(*q.shape[:2], -1, q.shape[3]), masks
-
-
-def _are_equal(a: Bools | None, b: Bools | None) -> bool:
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _misfit(
@@ -463,17 +457,13 @@ def gather_counts(
 def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
     """Return masks (H, Q, C) of all rows, from (B or 1, X, C) here; refuse unlike batch items."""
     if masks.dtype != np.bool_:
-        raise ConfigError(
-            "save_masks: Clusters form new blocks in each step: save masks of another rule"
-        )
+        raise ConfigError("save_masks: Clusters form new blocks in each step: save another rule's")
     is_alike = (masks == masks[:1]).all(axis=(0, 2))[:, None]
     bits = np.packbits(np.concatenate([is_alike, masks[0]], axis=1), axis=1)
     whole = _of_all_rows(mesh, plan, bits, "masks")
     cells = np.unpackbits(whole, axis=2, count=1 + masks.shape[2]).view(np.bool_)
     if not cells[..., 0].all():
-        raise ConfigError(
-            "save_masks: samples of a batch see different blocks: run them one by one"
-        )
+        raise ConfigError("save_masks: samples of a batch see different blocks: run each alone")
     return cells[..., 1:]
 
 

@@ -117,10 +117,8 @@ def in_blocks(x: Tensor, lens: npt.ArrayLike, longest: int = 0) -> tuple[Tensor,
     """
     lens_N = ints("block lengths", lens)
     if lens_N.sum() != x.shape[-2] or not lens_N.all():
-        raise ConfigError(
-            f"{lens_N.size} blocks have {lens_N.tolist()} tokens, and there are {x.shape[-2]}: "
-            "give lengths of at least 1 that add up to it"
-        )
+        wrong = f"{lens_N.size} blocks have {lens_N.tolist()} tokens, and there are {x.shape[-2]}"
+        raise ConfigError(f"{wrong}: give lengths of at least 1 that add up to it")
     starts_N, step = np.cumsum(lens_N) - lens_N, np.arange(lens_N.max(initial=longest))
     inside = step < lens_N[:, None]
     tokens = torch.from_numpy(np.where(inside, starts_N[:, None] + step, starts_N[:, None]))

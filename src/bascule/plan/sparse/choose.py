@@ -199,13 +199,12 @@ class LayerPlans:
         start: Degrees | None = None,
     ) -> "LayerPlans":
         """Make the plans of the first step, on the mesh `start` if set."""
-        if strategies is None:
-            return cls(reuses, size)
         made = cls(reuses, size, strategies)
+        if strategies is None:
+            return made
         seconds_of = made._seconds_of(strategies)
-        if start is None:
-            return replace(made, choice=strategies.choose(seconds_of))
-        return replace(made, choice=StrategyChoice(start, seconds_of[start]))
+        choice = StrategyChoice(start, seconds_of[start]) if start else None
+        return replace(made, choice=choice or strategies.choose(seconds_of))
 
     @property
     def degrees(self) -> Degrees:

@@ -19,7 +19,7 @@ Legend: see `sparse`; C columns (key blocks, or ring ranks).
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -179,21 +179,18 @@ def turns(blocks: Number, ring_degree: int, step: int = TURN_STEP) -> Number:
     return (blocks + first) % ring_degree
 
 
-def best_step(
-    works: Iterable[Floats], ring_degree: int, homes_of: Callable[[int], tuple[Ints, Ints]]
-) -> int:
+def best_step(works: Iterable[Floats], ring_degree: int, places: tuple[Ints, Ints]) -> int:
     """Return the step of turns with which rings compute some layers' work (Q, C) soonest.
 
-    `homes_of` returns the ring ranks of query blocks and of key blocks by step. Equal rings get the
-    first step of a fixed list, so all ranks choose alike.
+    `places` numbers query blocks, and key blocks, as `turns` deals them. Equal rings get the first
+    step of a fixed list, so all ranks choose alike.
     """
-    if ring_degree == 1:
-        return TURN_STEP
     even = [-(-(k << 31) // parts) for parts in (ring_degree, _NUM_STEPS) for k in range(parts)]
     ends = dict.fromkeys([TURN_STEP, _GOLDEN, *even], 0.0)
     for work in works:
         for step in ends:
-            tiles = tile_work(work, *homes_of(step), ring_degree)
+            q, kv = (turns(place, ring_degree, step) for place in places)
+            tiles = tile_work(work, q, kv, ring_degree)
             ends[step] += float(barrier_ends(tiles) + coupled_ends(tiles))
     return min(ends, key=lambda step: ends[step])
 

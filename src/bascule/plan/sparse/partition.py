@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
-from bascule.checks import amounts, choice, ints, number, whole
+from bascule.checks import amounts, ints, number, whole
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.solve import Assignment, assign
 from bascule.plan.sparse.layout import barrier_ends, over_mean, rounds_of, tile_work, turns
-
-METHODS = ("stripe", "minimal_move")
 
 TARGET = 1.005
 """Default imbalance at which moves end."""
@@ -51,39 +49,32 @@ def partition_blocks(
     block_matrix: npt.ArrayLike,
     ring_degree: int,
     *,
-    method: str = "stripe",
     q_home: npt.ArrayLike | None = None,
     kv_home: npt.ArrayLike | None = None,
     target: float = TARGET,
     keys_stay: bool = False,
 ) -> BlockPlan:
-    """Choose the ring rank of every query block and every key block.
+    """Move blocks from home one by one, while a move shortens the ring and it is not even enough.
 
     Args:
         block_matrix: (Q, K) work of each query block on each key block, of all heads of the ring.
             Integers, so that all ranks get the same plan.
         ring_degree: R.
-        method: "stripe" deals blocks in `turns`, wherever they are. "minimal_move" moves blocks
-            from home one by one, while a move shortens the ring and the imbalance exceeds `target`.
         q_home: (Q,) ring rank where each query block is. Default: `turns`.
         kv_home: (K,) ring rank where each key block is. Default: `turns`.
-        target: Imbalance at which "minimal_move" ends.
-        keys_stay: True: "minimal_move" moves only query blocks.
+        target: Imbalance at which moves end.
+        keys_stay: Whether only query blocks move.
     """
     matrix = amounts("block_matrix", block_matrix, (2,))
     ring_degree, target = whole("ring_degree", ring_degree, 1), number("target", target)
-    choice("method", method, *METHODS)
     (num_q, num_kv), most = matrix.shape, ring_degree - 1
     q_striped, kv_striped = (turns(np.arange(n, dtype=np.int64), ring_degree) for n in matrix.shape)
     homes: Placement = (
         q_striped if q_home is None else ints("q_home", q_home, num_q, most),
         kv_striped if kv_home is None else ints("kv_home", kv_home, num_kv, most),
     )
-    if method == "stripe":
-        placed = q_striped, kv_striped
-    else:
-        budget = target * float(matrix.sum()) / ring_degree
-        placed = _moved(matrix, homes, ring_degree, budget, keys_stay=keys_stay)
+    budget = target * float(matrix.sum()) / ring_degree
+    placed = _moved(matrix, homes, ring_degree, budget, keys_stay=keys_stay)
     return BlockPlan(*placed, tile_work(matrix, *placed, ring_degree))
 
 

@@ -6,7 +6,7 @@ here the first item and the first rank win.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from bascule.plan.sparse.layout import (
     tile_work,
 )
 from bascule.plan.sparse.partition import (
-    METHODS,
     TARGET,
     BlockPlan,
     Placement,
@@ -114,8 +113,8 @@ def in_order(
     return SparsePlan(ring_degree, ulysses_degree, num_kv_heads, q, kv, *where, tiles)
 
 
-PLANNERS = (*METHODS, "paper", "in_order")
-"""The methods, and two baselines."""
+PLANNERS = ("stripe", "minimal_move", "paper", "in_order")
+"""Two methods, and two baselines."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,9 +208,6 @@ def sparse_imbalance(
     return plan_under(plan, masks).imbalance
 
 
-_AMOUNTS = "cut_above", "row_work", "exchange_work"
-
-
 @dataclass(frozen=True, slots=True)
 class SparsePlanner:
     """Plan block-sparse attention on a mesh of ring x Ulysses ranks.
@@ -219,7 +215,7 @@ class SparsePlanner:
     Args:
         ring_degree: R.
         ulysses_degree: U.
-        method: "stripe" (blocks stay at home) or "minimal_move", as for `partition_blocks`; or a
+        method: "stripe" (blocks stay at home), "minimal_move" (see `partition_blocks`), or a
             baseline: "paper" (of db-SP), or "in_order" (heads in order, no block moves).
         target: Slowest rank over the mean of all ranks at which "minimal_move" ends. Where no row
             needs an exchange, it moves nothing if the critical path is already that short.
@@ -241,8 +237,9 @@ class SparsePlanner:
 
     def __post_init__(self) -> None:
         check_degrees(self.ring_degree, self.ulysses_degree)
-        rules = {name: (number, 0.0, np.inf) for name in _AMOUNTS}
-        fields(self, method=(choice, *PLANNERS), target=number, reward=number, **rules)
+        amount = number, 0.0, np.inf
+        fields(self, method=(choice, *PLANNERS), target=number, reward=number)
+        fields(self, cut_above=amount, row_work=amount, exchange_work=amount)
 
     def plan(
         self,
@@ -283,15 +280,20 @@ class SparsePlanner:
         ring, homes = self.ring_degree, (columns.q_home, columns.home)
         if self.method == "paper":  # places blocks alike in all rings
             alike = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
-            where = alike.q_of, alike.kv_of, ring
-            return build([replace(alike, tiles=tile_work(matrix, *where)) for matrix in matrices])
+            homes = alike.q_of, alike.kv_of
         still = build([BlockPlan(*homes, tile_work(matrix, *homes, ring)) for matrix in matrices])
-        if self.method == "stripe":
+        if self.method != "minimal_move":
             return still
         end, mean = self._cost(still), float(still.tiles.sum()) / still.num_ranks
         if still.is_local and end <= max(self.target * mean, mean + self._price(still)):
             return still  # even enough, or not even perfect balance would pay for the exchange
-        moved = build(self._placed(columns, matrices))
+        # Rings with less work than others need not be as even.
+        goal = self.target * max(float(matrices.sum()) / len(matrices), 1.0)
+        least = (1.0 + self.target) / 2
+        targets = [max(goal / max(float(matrix.sum()), 1.0), least) for matrix in matrices]
+        where: Any = {"q_home": homes[0], "kv_home": homes[1], "keys_stay": not columns.are_blocks}
+        pairs = zip(matrices, targets, strict=True)
+        moved = build([partition_blocks(x, ring, target=target, **where) for x, target in pairs])
         return moved if self._cost(moved) <= end else still
 
     def _cost(self, plan: SparsePlan) -> float:
@@ -342,21 +344,3 @@ class SparsePlanner:
         ring_of = np.empty_like(heads.rank_of)
         ring_of[:, order] = heads.rank_of
         return ring_of
-
-    def _placed(self, columns: Columns, matrices: Floats) -> list[BlockPlan]:
-        """Place the blocks of each ring, from its work (U, Q, C)."""
-        # Rings with less work than others need not be as even.
-        mean = max(float(matrices.sum()) / len(matrices), 1.0)
-        least = (1.0 + self.target) / 2
-        return [
-            partition_blocks(
-                matrix,
-                self.ring_degree,
-                method="minimal_move",
-                q_home=columns.q_home,
-                kv_home=columns.home,
-                target=max(self.target * mean / max(float(matrix.sum()), 1.0), least),
-                keys_stay=not columns.are_blocks,
-            )
-            for matrix in matrices
-        ]
