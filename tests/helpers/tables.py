@@ -300,6 +300,11 @@ TABLES = [
         csv("image video caption", ("0.png", "0.mp4", BOAT)),
         "has the column 'video', which may hold reference pictures",
     ),
+    Table(
+        "lengths.csv",
+        csv("width height clip_len", (64, 64, 16)),
+        "has the column 'clip_len', which may hold frames or seconds",
+    ),
     Table("own.csv", csv("width height image_name", (64, 64, "a.png")), [16]),
     Table(
         "hub.parquet",

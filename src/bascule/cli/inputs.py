@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Annotated
 
@@ -94,9 +95,12 @@ class InputOptions(ManifestOptions):
         if self.manifest is None:
             return []
         lines, most = self._manifest.summary(), int(self._manifest.lens.max(initial=0))
-        if most > _LONG_CLIP and self.max_frames is None:
-            cut = f"The longest sample has {most:,} tokens: if your trainer cuts clips or scales"
-            lines.append(f"{cut} them, say how by --max-frames and --bucket.")
+        settings = {"cuts clips": "--max-frames 81", "scales images": "--bucket 720p"}
+        unset = [self.max_frames is None, self.bucket is None]
+        if most > _LONG_CLIP and any(unset):
+            does, says = zip(*compress(settings.items(), unset), strict=True)
+            cut = f"The longest sample has {most:,} tokens: if your trainer {' or '.join(does)}"
+            lines.append(f"{cut}, say how, as by {' and '.join(says)}.")
         return lines
 
     def check_steps(self, **counts: int | None) -> None:

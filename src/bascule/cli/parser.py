@@ -32,7 +32,7 @@ def read_options(module: ModuleType, arguments: list[str]) -> Any:
         name, known = unknown[0].partition("=")[0], map(flag, kind.__dataclass_fields__)
         if os.path.exists(name) and "manifest" in kind.__dataclass_fields__:
             raise ConfigError(f"{name}: give the table of your samples by --manifest {quote(name)}")
-        near = get_close_matches(name, known, 1) if name.startswith("-") else []
+        near = get_close_matches(name, known, 1, cutoff=0.7) if name.startswith("-") else []
         advice = f"did you mean {near[0]}?" if near else f"see bascule {command} --help"
         raise ConfigError(f"{name}: there is no such option; {advice}")
     lists = {name: tuple(x) for name, x in vars(values).items() if isinstance(x, list)}

@@ -33,13 +33,17 @@ _INSTEAD = (  # the second is not used in a table that has the first
     *(("text_tokens", "text"), ("text_tokens", "talk"), ("text", "talk")),
 )
 _TEXT = re.compile("(?!negative).*(caption|prompt)s?(_.*)?")
-_CLIP = re.compile(".*(frame|duration|second|length|(^|_)(sec|time|dur)s?(_|$)).*")
+_CLIP = re.compile(
+    ".*(frame|duration|second|length|(clip|video)_?len|(^|_)(sec|time|dur)s?(_|$)).*"
+)
 _PICTURE = re.compile(  # pictures beside the sample itself: for editing, first frames, ..
     "(?!.*(mask|thumb)|(num|n|has|is|no|with|total)_)(.*_)?((image|img|picture|video|control|"
     "conditioning|reference|ref|kontext)s?(_(path|file|name|[0-9]+))*|"
     "(condition|(first|last|start|end)_frame)_(image|img|path|file))"
 )
-_NEITHER = re.compile(".*(stamp|date|created|path|url|file|name|key|(^|_)id|score|len|tokens)s?$")
+_NEITHER = re.compile(
+    "(?!.*(clip|video)_?len).*(stamp|date|created|path|url|file|name|key|(^|_)id|score|len|tokens)s?$"
+)
 _SEEN = re.compile(".*(image|img|video|clip|youtube|photo|picture|url|width|height|pixel|frame).*")
 _SOUND = re.compile("(?!(is|has|no|num|n)_).*(audio|sound|speech|waveform).*")
 _A_VALUE = re.compile(r"[0-9.]+|.*[/\\].*")
