@@ -476,7 +476,7 @@ def test_what_cannot_be_done_is_refused_or_left_out() -> None:
         "a DiTPipeline has no callback at the end of a step",
         "has a cache of steps",
         "has a cache of steps (FBCHeadBlockHook)",
-        "a object, which would not arrive",
+        "a object, and would not arrive as one",
     ]
     assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * 4
 

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from bascule.diffusers.arguments import parameters_of
 from bascule.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cut:
     """Shards the tokens of a segment in a tensor, or in each tensor of a list or mapping."""
 
@@ -27,7 +28,7 @@ class Cut:
     # the segment (all of them if no cut gave its length); a rank gets its share of the count.
     ndim: int | None = None
 
-    @property
+    @cached_property
     def segments(self) -> tuple[str, ...]:
         """Names of the segments."""
         return (self.segment,) if isinstance(self.segment, str) else self.segment
