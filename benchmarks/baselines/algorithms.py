@@ -9,6 +9,7 @@ of a microbatch have is shared by them: context parallelism.
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -200,7 +201,37 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class HybridContext:
+class _InGroups(ABC):
+    """Fills microbatches with groups of ranks that share sequences, the longest first.
+
+    Attributes:
+        num_ranks: A power of two.
+        max_tokens: Of one sequence, or of a pack, on a rank.
+        price: Of a sequence in a group.
+    """
+
+    num_ranks: int
+    max_tokens: int
+    price: Price
+
+    def steps(self, lens: Ints) -> Step:
+        """The microbatches of some sequences."""
+        left = sorted(enumerate(lens.tolist()), key=lambda entry: -entry[1])
+        step: Step = []
+        while left:
+            groups, left = self._microbatch(left)
+            step.append([[seq for seq, _ in g.members] for g in groups for _ in range(g.size)])
+        return step
+
+    @abstractmethod
+    def _microbatch(
+        self, left: Sequence[tuple[int, int]]
+    ) -> tuple[list[_Group], list[tuple[int, int]]]:
+        """Return the groups of the next microbatch, and what is left."""
+
+
+@dataclass(frozen=True)
+class HybridContext(_InGroups):
     """Groups of ranks by the length of a sequence, balanced microbatch by microbatch.
 
     Follows Megatron-LM (d98e8a64dd, August 2026),
@@ -210,28 +241,10 @@ class HybridContext:
     all.
 
     Attributes:
-        num_ranks: A power of two.
-        max_tokens: Of one sequence on a rank.
-        price: Of a sequence in a group.
         slack: Spread of a microbatch, over its longest load, that counts as balanced.
     """
 
-    num_ranks: int
-    max_tokens: int
-    price: Price
     slack: float = 0.05
-
-    def steps(self, lens: Ints) -> Step:
-        """The microbatches of some sequences."""
-        left = sorted(enumerate(lens.tolist()), key=lambda entry: -entry[1])
-        step: Step = []
-        while left:
-            groups, left = self._microbatch(left)
-            rows: list[list[int]] = []
-            for group in groups:
-                rows += [[seq for seq, _ in group.members] for _ in range(group.size)]
-            step.append(rows)
-        return step
 
     def needed(self, length: int) -> int:
         """Ranks that hold a sequence."""
@@ -333,7 +346,7 @@ class HybridContext:
 
 
 @dataclass(frozen=True)
-class DynamicContext:
+class DynamicContext(_InGroups):
     """Groups of ranks in which a short sequence may get more ranks than it needs.
 
     Follows Megatron-LM's branch dev (d48bd6be0a, August 2026),
@@ -341,30 +354,16 @@ class DynamicContext:
     `DefaultDynamicCPScheduler` without virtual pipelines. A sequence goes, longest first, where the
     longest load of the microbatch stays least; a load may exceed by `slack` what a rank full of
     sequences like the longest has. Simplified: groups in place of ranks, no group is looked at once
-    none can be better (which makes it many times faster), and ranks are a power of two.
+    none can be better (which makes it many times faster), and ranks are a power of two. Its price
+    is L^2 over ranks.
 
     Attributes:
-        num_ranks: A power of two.
-        max_tokens: Of a pack on a rank.
-        price: Of a sequence in a group; there L^2 over ranks.
         least: Ranks of the smallest group.
         slack: Share by which loads may exceed the limit.
     """
 
-    num_ranks: int
-    max_tokens: int
-    price: Price
     least: int = 1
     slack: float = 0.05
-
-    def steps(self, lens: Ints) -> Step:
-        """The microbatches of some sequences."""
-        left = sorted(enumerate(lens.tolist()), key=lambda entry: -entry[1])
-        step: Step = []
-        while left:
-            groups, left = self._microbatch(left)
-            step.append([[seq for seq, _ in g.members] for g in groups for _ in range(g.size)])
-        return step
 
     def _microbatch(
         self, left: Sequence[tuple[int, int]]

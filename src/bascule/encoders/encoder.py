@@ -206,8 +206,11 @@ class BalancedEncoder:
         """Return the cost of items in a step; a third of it if no backward pass follows."""
         lengths = map(self._length, items)
         pairs = [length if isinstance(length, tuple) else (length,) for length in lengths]
-        share = 1.0 if _is_trained(self._inner) else 1.0 / WITHOUT_RECOMPUTING.linear
+        share = 1.0 if self._is_trained() else 1.0 / WITHOUT_RECOMPUTING.linear
         return share * sum(float(self.cost(*length)) for length in pairs)
+
+    def _is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._inner.parameters())
 
     @shared("a call of a balanced encoder")
     def encode(
@@ -316,7 +319,7 @@ class BalancedEncoder:
             if error is not None:
                 raise error
             records = torch.is_grad_enabled()
-            trains = records and _is_trained(self._inner)
+            trains = records and self._is_trained()
             local = prepare(
                 *(items, self.table, self._length, self._device),
                 num_sharing=num_sharing,
@@ -440,18 +443,6 @@ class BalancedEncoder:
         leaves = local.join_pieces([features[item] for item in wanted]) if wanted else []
         outputs = [rebuilt(computed.template, iter(leaf)) for leaf in leaves]
         return Features(outputs, token, computed.template)
-
-
-def _is_trained(module: nn.Module) -> bool:
-    """Return whether a parameter requires a gradient, faster than by `parameters()`."""
-    parts = [module]
-    while parts:
-        part = parts.pop()
-        for parameter in part._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                return True
-        parts += filter(None, part._modules.values())
-    return False
 
 
 class Installed:
