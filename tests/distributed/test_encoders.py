@@ -1,6 +1,7 @@
 """Balanced encoders: features and all gradients are those without balancing."""
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.helpers.encoder_cases import (
     check_vlm,
     gradients_of,
     items_of,
+    joined_leaves,
     tower_of,
 )
 from tests.helpers.oracle import packed_attention
@@ -213,6 +215,25 @@ def test_items_stay_where_moving_does_not_pay_and_limits_hold() -> None:
     assert encode(limits=bascule.Limits(tokens=8)).endswith(even)
     for limits in (bascule.Limits(tokens=7), bascule.Limits(num_bytes=400)):
         assert raised_by(encode, limits=limits)[0][0] == "PlanError"
+
+    # Exchanges that take longer than predicted stop, and are measured again later.
+    encoder: Any = balanced("toy", toy, cluster=Cluster(1, 3, 1e12, 1e12, 1e9, 1e9, 0.0))
+    encoder.cost, encoder._moving_s, move = PolynomialCost(0.0, 1e-3, 0.0), 0.0, encoder._move
+
+    def move_slowly(*args: Any) -> Any:
+        time.sleep(0.05)
+        return move(*args)
+
+    encoder._move = move_slowly
+    moved = list[bool]()
+    for encoder._step in (*range(6), 98, 99, 100):
+        with torch.no_grad():
+            features = encoder(items)
+        moved.append(encoder.last.num_moved > 0)
+        torch.testing.assert_close(
+            joined_leaves(features), joined_leaves([toy(**item) for item in items])
+        )
+    assert moved == [True] * 5 + [False] * 2 + [True, False]
 
 
 class Backbone(nn.Module):

@@ -107,8 +107,14 @@ def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
 def test_what_the_host_needs_to_move_anything_is_in_the_price() -> None:
     """Where it is more than any plan could gain, none is searched."""
     cluster, items = Cluster(1, 2, 1.0, 1.0, 1e9, 1e9, 0.0), given_of(GIVEN)
-    for moving_s, num_moved, gain_s in ((1.9, 1, 2.0), (2.1, 0, None)):
-        _, report = plan_items(items, CallSettings(2, moving_s=moving_s), TOKENS, cluster=cluster)
+    for moving_s, slower, num_moved, gain_s in (
+        (1.9, 1.0, 1, 2.0),
+        (2.1, 1.0, 0, None),
+        (0.95, 2.0, 1, 2.0),
+        (0.95, 2.2, 0, None),
+    ):
+        settings = CallSettings(2, moving_s=moving_s, slower=slower)
+        _, report = plan_items(items, settings, TOKENS, cluster=cluster)
         assert report.num_moved == num_moved and report.gain_s == gain_s
         assert report.exchange_s is None or report.exchange_s == pytest.approx(1.9, rel=1e-5)
 

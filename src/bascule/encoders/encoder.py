@@ -3,9 +3,11 @@
 import inspect
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -52,6 +54,8 @@ from bascule.plan.offer import Offer
 
 _NAME_SOURCES = "name the arguments that hold items in EncoderTable(sources=..)"
 _NUM_TRIALS = 5
+_RATIOS = 5  # measured exchanges whose median corrects the predicted price
+_AGAIN = 100  # steps after which a corrected price is measured again
 _FIRST_CAPACITY = 128  # integers of each rank for which the first gather has room
 
 
@@ -64,8 +68,9 @@ class EncoderOptions:
         limits: Hard limits of a rank: tokens, items, and bytes of items.
         locality_tolerance: Share by which the slowest rank may exceed the best plan, so that fewer
             items move.
-        cluster: Prices computation and exchanges: items move only if that saves time. The cost must
-            be in seconds, or a TransformerCost. Default: moving is free.
+        cluster: Prices computation and exchanges: items move only if that saves time. Measured
+            exchanges correct the price. The cost must be in seconds, or a TransformerCost. Default:
+            moving is free.
         device: Device of the tensors. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective.
         features_for: "owner": each rank gives its own items and gets their features. "all": every
@@ -168,6 +173,8 @@ class BalancedEncoder:
             made = new_group(ranks, "features", options.timeout_s, backend=backend)
             self._group = replace(made, control=self._host)
         self._moving_s = 0.0 if options.cluster is None else self._time_moving()
+        self._spent_ns, self._predicted_s = 0, 0.0  # by this rank in the last exchange
+        self._ratios = deque[float](maxlen=_RATIOS)  # of measured over predicted exchanges
 
     def __call__(self, items: Sequence[Item]) -> Features:
         """Encode items, each on a rank that has time; return their outputs in the same order.
@@ -241,15 +248,21 @@ class BalancedEncoder:
         )
         records = settings.needs_gradient
         token = after if records else None
+        self._predicted_s = self._spent_ns = 0
+        if self.last.num_moved and self.options.cluster is not None:
+            self._predicted_s = plan.forward_s(self.options.cluster)
         with torch.set_grad_enabled(records and torch.is_grad_enabled()):
             if records and token is None:
                 token = torch.zeros((), device=self._device, requires_grad=True)
+            began_ns = time.perf_counter_ns()
             arrived, token = self._send(plan, local, token)
+            sent_ns = time.perf_counter_ns() - began_ns
             computed, error = _Computed({}, [], None, {}), None
             try:
                 computed = self._compute(plan, arrived)
             except Exception as failure:  # whatever it is, the others must not wait
                 error = failure
+            began_ns = time.perf_counter_ns()
             is_over = isinstance(error, STOPS_RECOMPUTING)  # for this rank; others may need more
             num_bytes = list[Ints]()
             # Where nothing moves, ranks do not meet: this rank's note ends later waits, as it ends
@@ -261,6 +274,7 @@ class BalancedEncoder:
             if error is not None:
                 raise error
             features = self._return(plan, local, computed, num_bytes, token)
+        self._spent_ns = sent_ns + time.perf_counter_ns() - began_ns
         if not records:
             features.token = after
         return features
@@ -338,12 +352,18 @@ class BalancedEncoder:
             }
         except Exception as failure:  # whatever it is, the others must not wait
             error = failure
-        values = np.array([flags, at_once, *local.offer.to_words()])
+        values = np.array([flags, at_once, self._spent_ns, *local.offer.to_words()])
         gathered = self._gather("items", compared, error, values)
+        if self._predicted_s:  # the rank that came last to the exchange waited least
+            spent_s = 1e-9 * min(int(words[2]) for words in gathered)
+            self._ratios.append(spent_s / self._predicted_s)
+        elif len(self._ratios) == _RATIOS and self._step % _AGAIN == 0:
+            self._ratios.popleft()
         self._capacity = max(self._capacity, *(words.size for words in gathered))
         settings = CallSettings(
             num_ranks=size,
             moving_s=self._moving_s,
+            slower=max(1.0, median(self._ratios)) if len(self._ratios) == _RATIOS else 1.0,
             num_getting={"owner": 0, "all": size, "first": 1}[features_for],
             items_need_gradient=any(words[0] & 1 for words in gathered),
             needs_gradient=any(words[0] for words in gathered),
@@ -351,7 +371,7 @@ class BalancedEncoder:
             is_aligned=self._is_sharded,
         )
         words = gathered[:1] if is_shared else gathered
-        return Offer.from_words([word[2:] for word in words]), settings, local
+        return Offer.from_words([word[3:] for word in words]), settings, local
 
     def _gather(
         self, what: str, compared: dict[str, str], error: Exception | None, values: Ints

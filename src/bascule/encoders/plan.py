@@ -32,6 +32,7 @@ class CallSettings:
     needs_gradient: bool = False  # an item or a parameter requires a gradient
     at_once: int | None = None  # most items of one call of the module; None: any number
     moving_s: float = 0.0  # what it takes to move anything, besides launches and bytes
+    slower: float = 1.0  # measured over predicted seconds of exchanges
     is_aligned: bool = False  # all ranks make the same number of calls, as under FSDP
 
 
@@ -151,7 +152,12 @@ class ItemPlan:
                 busiest_s = max(np.bincount(ends, each_s).max() for ends in (source, dest))
                 seconds += times * (cluster.latency_s + float(busiest_s))
                 num_bytes += times * each.sum()
-        return seconds, round(num_bytes)
+        return self.settings.slower * seconds, round(num_bytes)
+
+    def forward_s(self, cluster: Cluster) -> float:
+        """Predict seconds of a step's exchanges, uncorrected, without its backward pass."""
+        settings = CallSettings(self.settings.num_ranks, moving_s=self.settings.moving_s)
+        return ItemPlan(self.offer, settings, self.owner, self.rank_of).exchange(cluster)[0]
 
 
 def _by_rank(ids: list[Ints]) -> tuple[Ints, Ints]:
@@ -181,7 +187,7 @@ def plan_items(
         may_stay = limits.keeps(tokens=tokens, items=offer.counts, num_bytes=total_bytes)
     least = max(before.mean(), costs.max())
     passes = WITHOUT_RECOMPUTING.linear if settings.needs_gradient else 1.0
-    host_s = 0.0 if cluster is None else settings.moving_s / passes
+    host_s = 0.0 if cluster is None else settings.slower * settings.moving_s / passes
     min_gain = 1.0 - 1.0 / (1.0 + locality_tolerance)  # a share of the makespan as given
     plan = stays = ItemPlan(offer, settings, owner, owner)
     gain_s, exchange_s, exchange_bytes = None, None, 0
