@@ -27,6 +27,7 @@ _OTHERWISE = "say which columns have sizes, or text alone, by --columns width=W,
 _CONTENTS = ("content", "value", "text")  # keys of a turn of a conversation
 _SPEAKERS = frozenset(("system", "user", "assistant", "question", "answer"))  # or its texts by them
 _MOST_SHOWN = 3  # rows that cannot be read
+_MOST_SEEN = 100  # rows of a batch that tell whether a column holds text
 _FEW_WORDS, _SAMPLED = 3.0, 100  # words of a text in the mean of a sample, below which it is none
 
 
@@ -341,7 +342,11 @@ class _Rows:
         role = "text" if "text" in self._roles else "talk"
         if role not in self._roles:
             return self.text
-        column = self._batch.columns[self._roles[role]]
+        column, name = self._batch.columns[self._roles[role]], self._roles[role]
+        first = [value for value in _listed(column[:_MOST_SEEN]) if value not in (None, "")]
+        if role == "text" and first and all(map(_is_number, first)):
+            fix = f"if it counts tokens, --columns text_tokens={name}"
+            raise ConfigError(f"has numbers in {name!r}, not text: give another column, or {fix}")
         if self._rule.tokenize is None and (sizes := _byte_lengths(column)) is not None:
             return np.ceil(sizes / BYTES_PER_TOKEN).astype(np.int64)
         texts = [_texts_in(value, role) for value in _listed(column)]
@@ -435,6 +440,10 @@ def _numbers(column: Any) -> Floats:
             is_empty = compute.fill_null(compute.equal(text, ""), True)
             return np.where(np.array(is_empty), np.nan, np.array(values, dtype=np.float64))
     return np.array([_number(value) for value in _listed(column)], dtype=np.float64)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, list | tuple | dict) and _number(value) > -np.inf
 
 
 def _number(value: Any) -> float:
