@@ -122,7 +122,7 @@ def test_samples_with_the_lengths_of_a_table(tmp_path: Path) -> None:
     """Each once an epoch, whatever the ranks; another order in the next."""
     path = tmp_path / "sizes.csv"
     path.write_text("width,height,text_tokens\n" + "".join(f"64,{16 * n},{n}\n" for n in (1, 2, 3)))
-    with pytest.raises(ConfigError, match="numbers in 'width', not text: .* text_tokens=width$"):
+    with pytest.raises(ConfigError, match=r"numbers in 'width', not text: .* text_tokens=width$"):
         ManifestOptions(manifest=path, columns="text=width").read_manifest()
     options = ManifestOptions(manifest=path)
     manifest = options.read_manifest(max_tokens=15)
