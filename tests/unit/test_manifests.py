@@ -118,12 +118,23 @@ def test_a_tokenizer_of_transformers_counts(tmp_path: Path) -> None:
         TokenOptions(tokenizer="/nonexistent").read_table(path)
 
 
+def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
+    for name, rows in (("a.csv", "w,h\n64,32\n32,16\n"), ("a.jsonl", '{"w": 64, "h": "32"}\n')):
+        path = tmp_path / name
+        path.write_text(rows)
+        for column in ("w", "h"):
+            options = ManifestOptions(manifest=path, columns=f"text={column}")
+            fix = f"numbers in '{column}', not text: .* text_tokens={column}$"
+            with pytest.raises(ConfigError, match=fix):
+                options.read_manifest()
+            options = ManifestOptions(manifest=path, columns=f"text_tokens={column}")
+            assert options.read_manifest().text_tokens[0] in (64, 32)
+
+
 def test_samples_with_the_lengths_of_a_table(tmp_path: Path) -> None:
     """Each once an epoch, whatever the ranks; another order in the next."""
     path = tmp_path / "sizes.csv"
     path.write_text("width,height,text_tokens\n" + "".join(f"64,{16 * n},{n}\n" for n in (1, 2, 3)))
-    with pytest.raises(ConfigError, match=r"numbers in 'width', not text: .* text_tokens=width$"):
-        ManifestOptions(manifest=path, columns="text=width").read_manifest()
     options = ManifestOptions(manifest=path)
     manifest = options.read_manifest(max_tokens=15)
     alone = ManifestStream(manifest, 6, rank=0, world_size=1, seed=4)
