@@ -3,7 +3,6 @@
 Loaders wait ten minutes for other ranks, unless a case says otherwise; a world ends long before.
 """
 
-import atexit
 import itertools
 import logging
 import random
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from bascule.comm import threads
 from bascule.comm.groups import timeout_of
 from bascule.data import loader, prefetch
 from bascule.data.cost_tracker import CostTracker
@@ -352,7 +352,7 @@ def at_exit(name: str, end: End) -> None:
             break
     if is_bad():
         sys.last_value = ZeroDivisionError(REASON)
-        atexit._run_exitfuncs()
+        threads._end_all()
         assert loader_threads() == []
         tell(name)
         raise sys.last_value

@@ -7,7 +7,6 @@ rank that dies leaves no note: the others sign in the store, and the error names
 not. If a rank lives, but is late on a busy machine, its watch signs for it.
 """
 
-import atexit
 import functools
 import json
 import logging
@@ -31,6 +30,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.distributed import distributed_c10d as c10d
 
+from bascule.comm import threads
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 from bascule.quantities import seconds
 
@@ -244,9 +244,7 @@ class Watch:
         self._look_s = max(LOOK_S, dist.get_world_size() / _LOOKS_A_S)
         self._requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]()
         self._is_silent = False
-        self._thread = threading.Thread(target=self._run, name="bascule watch", daemon=True)
-        self._thread.start()
-        atexit.register(self._end)
+        self._thread = threads.start(self._run, "bascule watch", self._end)
 
     @functools.cached_property
     def _store(self) -> Any:
@@ -317,9 +315,9 @@ class Watch:
         self._is_silent = False
         return result
 
-    def _end(self) -> None:
+    def _end(self) -> float:
         self._requests.put(None)
-        self._thread.join(0.1 if self._is_silent else ANSWER_S)
+        return 0.1 if self._is_silent else ANSWER_S
 
     def _run(self) -> None:
         next_look = 0.0
@@ -337,7 +335,6 @@ class Watch:
                 with suppress(RuntimeError, ValueError):  # the store is gone: calls fail, too
                     self._look()
                 next_look = time.monotonic() + self._look_s
-        atexit.unregister(self._end)
 
     def _look(self) -> None:
         """Write how far this rank came, if it failed, and end what waits for one that did."""

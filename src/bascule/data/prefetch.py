@@ -7,7 +7,6 @@ A rank that leaves sends a flag in its next gather, and a note to the store. Thr
 that are far ahead read the note once a second, and go on up to the microbatch in it.
 """
 
-import atexit
 import itertools
 import json
 import logging
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bascule.comm import threads
 from bascule.comm.agree import agree
 from bascule.comm.failures import ask, leave, read
 from bascule.comm.groups import RankGroup, new_group, set_timeout, this_world
@@ -147,9 +147,7 @@ class Prefetcher:
         self._left: Departure | None = None
         self.num_dropped = 0
         self.timer = StepTimer()
-        self._thread = threading.Thread(target=self._run, name="bascule loader", daemon=True)
-        atexit.register(self._close_at_exit)
-        self._thread.start()
+        self._thread = threads.start(self._run, "bascule loader", self._close_at_exit)
 
     # --- the thread that trains -------------------------------------------------------------------
 
@@ -209,10 +207,10 @@ class Prefetcher:
         is_other = self._left is not None and self._left.rank != self._lease.group.rank
         return self._error if is_other else None
 
-    def _close_at_exit(self) -> None:
+    def _close_at_exit(self) -> float:
         error = getattr(sys, "last_value", None)
         self.leave("" if error is None else text_of(error))
-        self.join(PATIENCE_S)
+        return PATIENCE_S if self.join(PATIENCE_S) else 0.0
 
     # --- the thread that makes steps --------------------------------------------------------------
 
@@ -236,7 +234,6 @@ class Prefetcher:
             self._changed.notify_all()
         # Ends the loader's workers here; garbage collection would end them in any thread.
         self._reading.close()
-        atexit.unregister(self._close_at_exit)
 
     def _make_all(self) -> None:
         rules, saves = self._redistributor.rules, self._redistributor.saves

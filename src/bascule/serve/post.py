@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from bascule.comm import threads
 from bascule.comm.collectives import Transfers, broadcast
 from bascule.comm.groups import RankGroup, member_of
 from bascule.comm.items import leaves_of, mapped, parcel, read
@@ -110,7 +111,7 @@ class Post:
         self._thread = threading.Thread(target=self._run, name="bascule post", daemon=True)
         self._thread.start()
         self._is_over = threading.Event()
-        threading.Thread(target=self._beat, name="bascule beat", daemon=True).start()
+        threads.start(self._beat, "bascule beat", self._end_beat)
 
     def mail(self) -> Mail:
         """Return the boxes of all ranks, for one thread."""
@@ -156,6 +157,10 @@ class Post:
 
     def _pair(self, name: str, holder: int, to: int) -> RankGroup:
         return member_of(self._group.process_group, name, ranks=(holder, to))
+
+    def _end_beat(self) -> float:
+        self._is_over.set()
+        return _BEAT_S
 
     def _beat(self) -> None:
         """Give a sign of life once a second, and watch the next rank's signs."""
