@@ -273,6 +273,12 @@ def one_that_fails(job: Job) -> None:
     (wrong,) = job.submit([23], prompt="wrong")
     assert job.until_ended([*ids, wrong]) == ["done"] * 3 + ["failed"]
     assert "MemoryError: no memory is left" in job.row(wrong)["reason"]
+    line = rf"request {wrong}: failed after .*, 32x32, 0 of 4 steps, queue .*, encode .*, ranks "
+    assert re.search(line + ".*: MemoryError: no memory is left\n", job.text)
+    line = (
+        rf"request {ids[0]}: done after .*, queue .*, encode .*, denoise .*, decode .*, write .*, "
+    )
+    assert re.search(line + "ranks [01 ]+\n", job.text)
 
 
 def a_clock_set_back(job: Job) -> None:

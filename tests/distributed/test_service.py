@@ -1,5 +1,6 @@
 """A service on ranks: each request that was accepted is done once, as by one process."""
 
+import itertools
 import sqlite3
 import time
 from collections import Counter
@@ -8,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
@@ -76,6 +79,7 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
     scheduler = service._scheduler
     until(lambda: not scheduler.tasks)  # those that were cancelled have left their ranks
     assert not (service._unwritten or service._jobs._writes or scheduler._planned)
+    assert not service._traces
     assert not (scheduler._users or scheduler.state.waiting)
     assert sum(one.degree for one in scheduler.state.free) == RANKS
     until(lambda: not scheduler.orders._post._items)  # the post drops the last ones in its thread
@@ -111,14 +115,25 @@ def test_long_bursts(tmp_path: Path, seed: int) -> None:
 
 def shared(service: Service) -> tuple[list[int], float]:
     """Numbers of ranks that had a large request, while small ones came and went."""
-    diary = Diary(service)
+    diary, count = Diary(service), mock.patch.object(service._metrics, "count").start()
     large = service.submit([boat(0, 96, 28)])[0]
     until(lambda: service.status(large.id).step > 1)
     small = service.submit([boat(k, 32, 3) for k in (1, 2)], deadline_s=2.0)
     ids = [large.id, *(one.id for one in small)]
     diary.until_ended(ids)
     seen = [len(one.ranks) for one in diary.news if one.id == large.id and one.ranks]
-    return [b for a, b in zip([0, *seen], seen, strict=False) if a != b], diary.apart(ids)
+    traces = {status.id: trace for status, trace in (one.args for one in count.call_args_list)}
+    spans = traces[large.id].spans
+    assert [spans[0].name, spans[1].name] == ["queue", "encode"]
+    assert [spans[-2].name, spans[-1].name] == ["decode", "write"]
+    assert sum(span.steps for span in spans) == 28
+    assert all(a.end_s == b.begin_s >= a.begin_s for a, b in itertools.pairwise(spans))
+    assert without_repeats(len(span.ranks) for span in spans if span.ranks) == without_repeats(seen)
+    return without_repeats(seen), diary.apart(ids)
+
+
+def without_repeats(degrees: Iterable[int]) -> list[int]:
+    return [degree for degree, _ in itertools.groupby(degrees)]
 
 
 def sharing(folder: Path) -> Any:
@@ -140,7 +155,8 @@ def choosy_pipeline() -> Any:
     def encoded(*args: Any, **kwargs: Any) -> Any:
         if "wrong" in kwargs["prompt"]:
             raise MemoryError("no memory is left")
-        return encode(*args, **kwargs)
+        encoded, *others = encode(*args, **kwargs)
+        return encoded * (torch.nan if "overflow" in kwargs["prompt"] else 1), *others
 
     pipeline.encode_prompt = encoded
     return pipeline
@@ -162,6 +178,13 @@ def odds(service: Service) -> float:
     assert failed.state == "failed" and "MemoryError: no memory is left" in failed.reason
     assert "is failed" in str(refused(Unknown, service.result, ids[1]))
     assert service.cancel(ids[1]) == failed  # it stays as it is
+    settings: dict[str, Any] = {"width": 64, "height": 64, "steps": 50}
+    black = [one.id for one in service.submit([Prompt(prompt="overflow", **settings)] * 3)]
+    diary.until_ended(black)
+    for status in map(service.status, black):  # at once, not after all steps
+        assert (status.state, status.step) == ("failed", 1)
+        assert status.reason.startswith("the latents of step 1 are NaN or infinite")
+    ids += black
     for unknown in (service.status, service.cancel, service.result):
         refused(Unknown, unknown, "none")
     assert {service.status(ids[0]), service.status(ids[2])} <= set(service.statuses())
@@ -198,7 +221,7 @@ def odds(service: Service) -> float:
     until(service.health)
     assert "is ending" in str(refused(Closing, service.submit, [boat(11)]))
     states = Counter(service.status(one).state for one in ids)
-    assert states == {"done": 4, "failed": 1, "cancelled": most}
+    assert states == {"done": 4, "failed": 1 + len(black), "cancelled": most}
     return diary.apart(one for one in ids if service.status(one).state == "done")
 
 

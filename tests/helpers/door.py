@@ -16,7 +16,6 @@ from uuid import uuid4
 
 from PIL import Image
 
-from bascule.data.slow_rank import Culprit
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.serve.door import Door
@@ -52,6 +51,7 @@ class FakeService:
     reason: str = ""
     fails_with: str = "no memory"
     on_change: Callable[[Status], None] | None = None
+    parent: Any = None  # of the newest request
     asked: dict[str, Asked] = field(default_factory=dict[str, Asked])
     of: dict[str, Status] = field(default_factory=dict[str, Status])
     on_submit: Callable[[], None] = lambda: None
@@ -65,8 +65,10 @@ class FakeService:
         deadline_s: float | None,
         *,
         must_meet_deadline: bool,
+        parent: Any,
     ) -> list[Status]:
         with self.lock:
+            self.parent = parent
             if self.reason:
                 raise Closing(self.reason)
             waiting = sum(not one.has_ended for one in self.of.values())
@@ -104,8 +106,8 @@ class FakeService:
         ended = [one for one in every if one.has_ended]
         return [one for one in every if not one.has_ended] + ended[::-1][:20]
 
-    def pace(self) -> tuple[list[float], Culprit]:
-        return [1.0, 1.5], Culprit(1, "slow rank", 1.5, 0.25)
+    def metrics(self) -> bytes:
+        return b"bascule_ranks 2.0\n"
 
     def cancel(self, request_id: str) -> Status:
         with self.lock:

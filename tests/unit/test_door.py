@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import openai
 import pytest
+from opentelemetry import trace
 from PIL import Image
 
 from bascule.errors import ConfigError
@@ -650,29 +651,23 @@ def test_a_key_that_others_read_is_told(tmp_path: Path, caplog: pytest.LogCaptur
     assert f"can read {path}: chmod 600 {path}" in caplog.records[0].getMessage()
 
 
-def test_metrics(images: Open) -> None:
-    for prompt in ("fail", "a", "b", "c", "d"):
-        images.call("POST", "/v1/requests", {"prompt": prompt, "steps": 2})
-    images.service.step()  # fail fails, a runs
-    images.service.step()  # a is done, b runs
-    images.call("DELETE", f"/v1/requests/{list(images.service.of)[4]}")
+def test_metrics_are_those_of_the_service(images: Open) -> None:
     status, text, headers = images.call("GET", "/metrics")
-    assert status == 200 and headers["content-type"].startswith("text/plain; version=")
-    lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
-    for name, value in {
-        'bascule_requests_accepted_total{kind="image"}': 5,
-        'bascule_requests_ended_total{kind="image",state="failed"}': 1,
-        'bascule_requests_ended_total{kind="image",state="done"}': 1,
-        'bascule_requests_ended_total{kind="image",state="cancelled"}': 1,
-        'bascule_request_seconds_count{kind="image"}': 1,
-        'bascule_requests{state="running"}': 1,
-        'bascule_requests{state="waiting"}': 1,
-        "bascule_busy_ranks": 1,
-        "bascule_ranks": 2,
-        'bascule_step_ratio{rank="1"}': 1.5,
-        'bascule_slow_rank{cause="slow rank",rank="1"}': 0.25,
-    }.items():
-        assert float(lines[name]) == value, name
+    assert (status, text) == (200, images.service.metrics())
+    assert headers["content-type"].startswith("text/plain; version=")
+
+
+def test_the_span_of_a_client_is_the_parent(images: Open, caplog: pytest.LogCaptureFixture) -> None:
+    for header, name in (
+        (f"00-{'a' * 32}-{'b' * 16}-01", "b" * 16),
+        (f"00-{'a' * 32}-{'0' * 16}-01", "0" * 16),
+        ("x" * 1000, "0" * 16),
+    ):
+        sent = {"traceparent": header, "tracestate": "=,=" * 300}
+        assert images.call("POST", "/v1/requests", {"prompt": "a"}, **sent)[0] == 202
+        span = trace.get_current_span(images.service.parent).get_span_context()
+        assert trace.format_span_id(span.span_id) == name
+    assert not caplog.records
 
 
 # The page, the guide

@@ -179,6 +179,26 @@ def test_a_start_takes_from_the_order_to_the_first_step(monkeypatch: pytest.Monk
     assert task.encoding_s == 0.25
 
 
+def test_the_backlog_of_ranks_that_are_free_and_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 4 s on one rank and 2 s on two."""
+    policy, orders = Scripted(), Obedient(4)
+    scheduler = Scheduler(orders, policy, Untaught())
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    assert scheduler.backlog_s() == (0, 0)
+    (task,) = tasks_of(scheduler, 1)
+    policy.wanted = {task.id: Block(0, 2)}
+    scheduler.decide()
+    orders.step()
+    take(scheduler, orders, orders.events.qsize())
+    assert scheduler.backlog_s() == (3 * 2 * 2 / 4, 3 * 2)
+    for number in (7, 8, 9):  # each on one rank: two on the free ones, the third after the task
+        scheduler.add(task_of(f"r{number}", number, {"num_inference_steps": 4}))
+    assert scheduler.backlog_s() == ((6 + (6 + 16) + 16 + 16) / 4, 22)
+    assert scheduler.backlog_s()[1] == max(
+        scheduler.ends_s(list(scheduler.tasks.values())).values()
+    )
+
+
 def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its report and the agreement before it count; a halt for orders does not."""
     clock, reports = [0.0], list[tuple[str, float]]()
@@ -195,7 +215,9 @@ def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatc
         return passing(50.0 if wait_s is None else 0.0, {"kind": "order", "id": "r"} | order)
 
     engine: Any = object.__new__(Engine)
-    run: Any = SimpleNamespace(id="r", since=0.0, num_done=1, block=Block(0, 1), is_begun=False)
+    run: Any = SimpleNamespace(
+        id="r", since=0.0, num_done=1, block=Block(0, 1), is_begun=False, latents=[]
+    )
     said: Any = SimpleNamespace(
         send=lambda *_, what, seconds, **__: reports.append((what, seconds)) or passing(0.25)
     )

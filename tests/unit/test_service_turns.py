@@ -1,6 +1,7 @@
 """A service whose ranks are played: which requests get them, and what stays of those that ended."""
 
 import queue
+import re
 import sqlite3
 import threading
 import time
@@ -13,8 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
+from opentelemetry.context import Context
 from PIL import Image
 
+from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.plan.requests import Balanced, Block
 from bascule.serve import service as service_module
@@ -22,7 +25,7 @@ from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
-from bascule.serve.status import Closing, Status, Unknown
+from bascule.serve.status import Busy, Closing, Status, Unknown
 from bascule.serve.times import Times
 
 RANKS = 2
@@ -262,21 +265,55 @@ def test_a_damaged_spool_fails_its_requests_and_ends_no_thread(tmp_path: Path) -
         assert not service.health()
 
 
-def test_the_log_has_a_line_for_each_request_that_ends(
+def test_the_log_has_a_line_and_the_metrics_a_count_for_each_request_that_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "bascule")
-    with serving(tmp_path) as (service, ranks):
+    with serving(tmp_path, most_waiting=3) as (service, ranks):
         ids = ask(service, "done", "failed", "cancelled")
         service.cancel(ids["cancelled"])
         until(lambda: {ids["done"], ids["failed"]} <= ranks.running.keys())
         ranks.leave(ids["done"])
         ranks.leave(ids["failed"], "failed")
         until(lambda: all(one.has_ended for one in service.statuses()))
+        names, client = ("long", "longer"), Context()
+        long = service.submit([Prompt(prompt=name) for name in names], parent=client)
+        assert all(service._traces[one.id]._parent is client for one in long)
+        until(lambda: len(ranks.running) == 2)
+        ask(service, "a", "b", "c")
+        with pytest.raises(Busy):
+            ask(service, "d")
         service.stop()
+        with pytest.raises(Closing):
+            ask(service, "d")
+        sizes: dict[str, Any] = {"width": 64, "height": 32}  # which the pipeline does not take
+        with pytest.raises(ConfigError):
+            service.submit([Prompt(prompt="d", **sizes)])
+        lines = dict(line.rsplit(" ", 1) for line in service.metrics().decode().splitlines())
     *ended, stopping, stopped = [one.getMessage() for one in caplog.records]
     said = {text.split(": ")[1].split()[0]: text for text in ended}
     for state, request_id in ids.items():
         assert said[state].startswith(f"request {request_id}: {state} after ")
-    assert {said[state].partition(", ranks ")[2] for state in ("done", "failed")} == {"0", "1: why"}
+    spans = r"auto, 0 of 4 steps, queue \S+ \S+, encode \S+ \S+ on 1"
+    assert re.search(f"s, {spans}, write \\S+ \\S+, ranks [01]$", said["done"]), said["done"]
+    assert re.search(f"s, {spans}, ranks [01]: why$", said["failed"]), said["failed"]
+    assert re.search(r"s, auto, 0 of 4 steps, queue \S+ \S+$", said["cancelled"])
     assert stopping.startswith("stopping: ") and stopped.startswith("stopped: ")
+    of_all = 'class="auto",kind="image"'
+    for name, value in {
+        f"bascule_requests_accepted_total{{{of_all}}}": 8,
+        f'bascule_requests_ended_total{{{of_all},reason="",state="done"}}': 1,
+        f'bascule_requests_ended_total{{{of_all},reason="other",state="failed"}}': 1,
+        f'bascule_requests_ended_total{{{of_all},reason="",state="cancelled"}}': 1,
+        'bascule_calls_refused_total{code="queue_full"}': 1,
+        'bascule_calls_refused_total{code="closing"}': 1,
+        f"bascule_request_seconds_count{{{of_all}}}": 1,
+        'bascule_span_seconds_count{degree="0",span="queue"}': 1,
+        'bascule_requests{state="running"}': 2,
+        'bascule_requests{state="waiting"}': 3,
+        "vllm:num_requests_waiting": 3,
+        "bascule_busy_ranks": 2,
+        "bascule_ranks": 2,
+    }.items():
+        assert float(lines[name]) == value, name
+    assert 0 < float(lines["bascule_backlog_seconds"]) <= float(lines["bascule_drain_seconds"])

@@ -18,19 +18,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import prometheus_client as prometheus
 import uvicorn
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 
-from bascule.data.slow_rank import Culprit
 from bascule.serve.forms import Form, ImageForm, VideoForm, picture, prompts_of, read
 from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Closing, Refusal, Status
+from bascule.serve.tracing import parent_of
 
 if TYPE_CHECKING:
     from bascule.serve.service import Service
@@ -56,7 +55,6 @@ class Door:
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._is_open, self._is_closing = threading.Event(), False
         self._calls, self._decodes, self._health_calls = map(CapacityLimiter, (16, 2, 4))
-        self._metrics = _Metrics(service.num_ranks)
         app = FastAPI(openapi_url=None, lifespan=self._lifespan)
         for kind in (*CLIENT_ERRORS, Exception):
             app.add_exception_handler(kind, answer)
@@ -113,7 +111,7 @@ class Door:
             limit_concurrency=most_open,
             timeout_graceful_shutdown=_GRACE_S,
         )
-        for name in ("uvicorn.error", "python_multipart.multipart"):
+        for name in ("uvicorn.error", "python_multipart.multipart", "opentelemetry.trace"):
             logging.getLogger(name).setLevel(logging.ERROR)  # they warn of clients' mistakes
         self._server = uvicorn.Server(config)
         serve = partial(self._server.run, [listener])
@@ -144,7 +142,6 @@ class Door:
 
     def _on_change(self, status: Status) -> None:
         """Wake the clients that wait for a request; in the service's thread."""
-        self._metrics.count(status)
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._wake, status.id)
 
@@ -192,10 +189,10 @@ class Door:
             decode = partial(picture, sent, self._options.max_pixels)
             image = await to_thread.run_sync(decode, limiter=self._decodes)
         submit = partial(self._service.submit, must_meet_deadline=form.must_meet_deadline)
+        submit = partial(submit, parent=parent_of(request.headers))
         prompts = prompts_of(form, self._options)
         statuses = await self._call(submit, prompts, image, form.deadline_s)
         request.state.is_accepted = True
-        self._metrics.accepted.labels(self._service.kind).inc(len(statuses))
         return form, statuses
 
     async def _images(self, request: Request) -> Any:
@@ -333,52 +330,11 @@ class Door:
         return {"status": "ok"}
 
     async def _show_metrics(self) -> Any:
-        statuses = await self._call(self._service.statuses)
-        text = self._metrics.text(statuses, *await self._call(self._service.pace))
-        return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
+        text = await self._call(self._service.metrics)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _page(self) -> Any:
         return HTMLResponse((files("bascule.serve") / "page.html").read_text(encoding="utf-8"))
-
-
-class _Metrics:
-    """Metrics for Prometheus, in a registry of their own."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._registry = prometheus.CollectorRegistry()
-        own: Any = {"registry": self._registry}
-        self.accepted = Counter("bascule_requests_accepted", "Requests accepted", ["kind"], **own)
-        self._ended = Counter("bascule_requests_ended", "Requests ended", ["kind", "state"], **own)
-        about = "Seconds from arrival to the end of requests that are done"
-        powers = {"buckets": [2**power for power in range(-2, 13)]}
-        self._seconds = Histogram("bascule_request_seconds", about, ["kind"], **powers, **own)
-        self._now = Gauge("bascule_requests", "Requests by state", ["state"], **own)
-        self._busy = Gauge("bascule_busy_ranks", "Ranks that compute", **own)
-        Gauge("bascule_ranks", "Ranks", **own).set(num_ranks)
-        about = "Seconds of a rank's newest step over the prediction"
-        self._ratios = Gauge("bascule_step_ratio", about, ["rank"], **own)
-        about = "Share of a step that others wait for a slow rank"
-        self._slow = Gauge("bascule_slow_rank", about, ["rank", "cause"], **own)
-
-    def count(self, status: Status) -> None:
-        """Count a request that has ended."""
-        if not status.has_ended:
-            return
-        self._ended.labels(status.kind, status.state).inc()
-        if status.state == "done" and status.ended_at is not None:
-            self._seconds.labels(status.kind).observe(status.ended_at - status.created_at)
-
-    def text(self, statuses: list[Status], step_ratios: list[float], slow: Culprit) -> bytes:
-        """Return all metrics."""
-        for rank, ratio in enumerate(step_ratios):
-            self._ratios.labels(rank).set(ratio)
-        self._slow.clear()
-        if slow.place >= 0:
-            self._slow.labels(slow.place, slow.cause).set(slow.share)
-        for state in ("waiting", "running", "paused"):
-            self._now.labels(state).set(sum(status.state == state for status in statuses))
-        self._busy.set(len({rank for status in statuses for rank in status.ranks}))
-        return prometheus.generate_latest(self._registry)
 
 
 def _list_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:

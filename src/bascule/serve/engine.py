@@ -232,7 +232,6 @@ class Engine:
         self._run = run
         try:
             output = self._call(run)
-            _check_numbers("latents", run.latents)
             self._meet(run)  # where all ranks decode
             if self._leads(run):
                 self._synchronize()
@@ -249,9 +248,9 @@ class Engine:
             run.num_done += 1
             if run.num_done == run.first_step:
                 carried |= self._join(run)
-            elif run.num_done > run.first_step:
-                self._boundary(run, carried)
             run.latents = leaves_of([run.stepped, carried.get("latents")])
+            if run.num_done > run.first_step:
+                self._boundary(run, carried)
             run.stepped.clear()
             return carried
 
@@ -331,7 +330,7 @@ class Engine:
                 self._tiled[whole.ranks] = TiledVAE(vae, mesh_or_group=group, options=settings)
             decode = self._tiled[whole.ranks].decode
         output = decode(*args, **kwargs)
-        _check_numbers("pixels", leaves_of(output))
+        _check_numbers("pixels of the output", leaves_of(output))
         return output
 
     def _step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
@@ -350,6 +349,7 @@ class Engine:
         """Continue, move to other ranks or leave, as the first rank of the block decides."""
         decision, ticket = np.zeros(3, np.int64), None
         if self._leads(run):
+            _check_numbers(f"latents of step {run.num_done}", run.latents)  # waits for the device
             self._synchronize()
             since = time.perf_counter()
             self._report(run, "step")
@@ -528,10 +528,10 @@ def _request_of(
 
 
 def _check_numbers(what: str, tensors: list[Tensor]) -> None:
-    """Refuse an output of NaN or infinity, which would be written as black."""
-    floats = filter(torch.is_floating_point, tensors)
-    if not all(tensor.sum(dtype=torch.float64).isfinite() for tensor in floats):
-        fault = f"the {what} of the output are NaN or infinite"
+    """Refuse tensors with NaN or infinity, of which the output would be black."""
+    floats = {id(tensor): tensor for tensor in tensors if tensor.is_floating_point()}
+    if not all(tensor.sum(dtype=torch.float64).isfinite() for tensor in floats.values()):
+        fault = f"the {what} are NaN or infinite"
         raise ConfigError(f"{fault}, as where float16 overflows: give --dtype bfloat16 or float32")
 
 

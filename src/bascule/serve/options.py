@@ -114,6 +114,6 @@ class ServeOptions(RankOptions):
             if degree < 1 or degree & (degree - 1):
                 raise ConfigError(f"--degrees {degree}: give powers of two: 1, 2, 4, ..")
         self.make_policy(self.degrees or [1 << k for k in range(15)])
-        for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
+        for name in "fastapi opentelemetry prometheus_client python_multipart uvicorn".split():
             if find_spec(name) is None:
                 raise ConfigError(f"{name} is not installed: pip install 'bascule[serve]'")

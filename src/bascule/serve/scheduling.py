@@ -158,29 +158,40 @@ class Scheduler:
             self._pause(locked)
         return ordered
 
+    def backlog_s(self) -> tuple[float, float]:
+        """Predict in how many seconds a rank, on average, has done all tasks; and the last rank."""
+        free, _ = self._foresee([])
+        return sum(free) / len(free), free[-1]
+
     def ends_s(self, tasks: Sequence[Task]) -> dict[Task, float]:
         """Predict in how many seconds tasks are done; they may be new ones, not added yet.
 
         Running tasks stay on their ranks; waiting ones follow, by deadline, then by arrival, each
         on ranks of its own if there are enough for all.
         """
-        now, running = time.monotonic(), self.state.running.values()
         if all(task.block is not None for task in tasks):
+            now = time.monotonic()
             return {task: max(0.0, task.free_s - now) for task in tasks}
+        ends = self._foresee(tasks)[1]
+        return {task: ends[task] for task in tasks}
+
+    def _foresee(self, tasks: Sequence[Task]) -> tuple[list[float], dict[Job, float]]:
+        """Return sorted seconds until each rank is free, and until each task is done."""
+        now, running = time.monotonic(), self.state.running.values()
         free, ends = [0.0] * self.state.num_ranks, dict[Job, float]()
         for job in running:
             for rank in job.block.ranks if job.block is not None else ():
                 free[rank] = ends[job] = max(0.0, job.free_s - now)
         free.sort()
         waiting = [*self.state.waiting, *(task for task in tasks if task.id not in self.tasks)]
-        share = max(1, len(free) // (len(waiting) + len(ends)))
+        share = max(1, len(free) // max(1, len(waiting) + len(ends)))
         for job in sorted(waiting, key=lambda job: (job.request.deadline_s, job.number)):
             is_urgent, degrees = job.request.deadline_s < NEVER, job.request.step_s
             wide = [d for d in degrees if is_urgent or d <= share] or [min(degrees)]
             ends[job], degree = min((free[d - 1] + job.seconds(d), d) for d in wide)
             free[:degree] = [ends[job]] * degree
             free.sort()
-        return {task: ends[task] for task in tasks}
+        return free, ends
 
     def _locked(self) -> Task | None:
         """Return one of several halted tasks that wait for each other's ranks, as in a swap."""

@@ -16,20 +16,22 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from opentelemetry.context import Context
 from PIL import Image
 
-from bascule.data.slow_rank import Culprit
 from bascule.errors import ConfigError
 from bascule.generate.generating import arguments_of, check_prompt, write_media
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Policy
 from bascule.quantities import seconds
 from bascule.serve.jobs import Jobs, Sink
+from bascule.serve.metrics import Metrics
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.spool import Entry, Spool, flush
 from bascule.serve.status import Busy, Closing, Late, Status, Unknown
 from bascule.serve.times import Times
+from bascule.serve.tracing import Trace
 
 _MOST_LISTED = 20  # ended requests in a list
 _RETRY_S = 1.0  # between tries to write to a full disk
@@ -83,7 +85,8 @@ class Service(Sink):
         self._error: Exception | None = None  # of the thread
         self._unwritten: dict[str, Status] = {}  # ends that the disk did not store
         self._numbers, self._sweep_at = count(), 0.0
-        self._ranks: dict[str, set[int]] = {}  # that a request had
+        self._traces: dict[str, Trace] = {}  # of requests that have not ended
+        self._metrics = Metrics(self.num_ranks)
         self._scheduler = Scheduler(orders, policy, times)
         self._jobs = Jobs(self._scheduler, self)
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
@@ -96,6 +99,7 @@ class Service(Sink):
                 self._unwritten[status.id] = status
             else:
                 self._scheduler.add(self._task(entry))
+                self._traces[entry.status.id] = Trace()
         self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
 
     def start(self) -> None:
@@ -139,11 +143,13 @@ class Service(Sink):
         deadline_s: float | None = None,
         *,
         must_meet_deadline: bool = False,
+        parent: Context | None = None,
     ) -> list[Status]:
         """Accept a request for each prompt, all or none; they are on disk when it returns.
 
         `image` is a checked PNG, the input image of all. They should be done within `deadline_s`;
-        with `must_meet_deadline`, all are refused if one would be late.
+        with `must_meet_deadline`, all are refused if one would be late. `parent` has the client's
+        span, if it traces.
 
         Raises:
             ConfigError: The pipeline does not accept a setting, or more prompts than may wait.
@@ -161,7 +167,7 @@ class Service(Sink):
             Entry(Status(id=uuid4().hex, prompt=prompt, **facts), image, deadline_at)
             for prompt in prompts
         ]
-        with self.lock:
+        with self.lock, self._metrics.counting_refusals():
             if reason := self._health():
                 raise Closing(reason)
             tasks = list(map(self._task, entries))
@@ -176,7 +182,9 @@ class Service(Sink):
                 raise Closing(f"the spool cannot store requests: {error}") from error
             for task in tasks:
                 self._scheduler.add(task)
+                self._traces[task.id] = Trace(parent)
             statuses = self._statuses([task.id for task in tasks])
+            self._metrics.accept(statuses)
         self._orders.tell("asked")
         return statuses
 
@@ -192,10 +200,11 @@ class Service(Sink):
             ids = [task.id for task in tasks if not task.is_cancelled]
             return [*self._statuses([*ids, *self._unwritten]), *self._spool.ended(_MOST_LISTED)]
 
-    def pace(self) -> tuple[list[float], Culprit]:
-        """Return `Scheduler.step_ratios`, and the rank that is slow."""
+    def metrics(self) -> bytes:
+        """Return `Metrics.text`."""
+        statuses = self.statuses()
         with self.lock:
-            return self._scheduler.step_ratios.tolist(), self._scheduler.pace.culprit
+            return self._metrics.text(statuses, self._scheduler)
 
     def cancel(self, request_id: str) -> Status:
         """Cancel a request, unless it has ended or its output is made; Unknown if there is none."""
@@ -248,7 +257,7 @@ class Service(Sink):
 
     def changed(self, task: Task, event: Event | None) -> None:
         """Report a changed request."""
-        self._ranks.setdefault(task.id, set()).update(task.at.ranks if task.at else ())
+        self._traces[task.id].follow(task, event)
         if event is not None and event.kind == "done":
             self._forgive(task.id)  # a later death of ranks is not its fault
         if self.on_change is not None:
@@ -321,7 +330,6 @@ class Service(Sink):
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
         """Store the end of a request, and report it."""
         ended_at = status.ended_at or max(status.created_at, time.time())  # clocks are set back
-        ranks = self._ranks.pop(status.id, ()) or status.ranks
         ended = {"state": state, "reason": reason, "ended_at": ended_at}
         status = replace(status, ranks=(), ends_in_s=None, **ended)
         try:
@@ -332,9 +340,13 @@ class Service(Sink):
             return status
         self._unwritten.pop(status.id, None)
         text = f"request {status.id}: {state} after {seconds(ended_at - status.created_at)}"
-        text += f", ranks {' '.join(map(str, sorted(ranks)))}" if ranks else ""
+        text += f", {status.size}, {status.step} of {status.num_steps} steps"
+        if (trace := self._traces.pop(status.id, None)) is not None:
+            trace.end(status)
+            text += f", {trace}"
         level = logging.WARNING if state == "failed" else logging.INFO
         logger.log(level, "%s%s", text, f": {reason}".partition("\n")[0] if reason else "")
+        self._metrics.count(status, trace)
         if self.on_change is not None:
             self.on_change(status)
         return status

@@ -74,6 +74,12 @@ class Status:
     prompt: Prompt  # its settings
 
     @property
+    def size(self) -> str:
+        """Width and height of the output, and the frames of a video: 832x480x81; or auto."""
+        sides = self.prompt.width, self.prompt.height, self.prompt.frames
+        return "x".join(str(side) for side in sides if side) or "auto"
+
+    @property
     def has_ended(self) -> bool:
         """True if the request is done, failed or cancelled."""
         return self.state in ENDED
