@@ -100,7 +100,7 @@ def same_images(found: Path, wanted: Path, num: int = len(ROWS)) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "jobs"),
     [
-        (2, [{"ring": 2}, {"guidance_ranks": 2}, {"replicas": 2}, {}]),
+        (2, [{"ring": 2}, {"guidance_ranks": 2, "replicas": 1}, {"replicas": 2}, {}]),
         pytest.param(3, [{"ulysses": 3}], marks=pytest.mark.stress),
         pytest.param(
             *(4, [{"replicas": 2, "ulysses": 2}, {"guidance_ranks": 2, "ring": 2}]),

@@ -174,6 +174,39 @@ def test_ways_to_share_a_request(
     assert (served["grows"].apart > 1e-5) == ("comm_dtype" in ways)
 
 
+def cached_pipeline(name: str, number: float) -> Any:
+    """A pipeline with a cache of steps."""
+    diffusers: Any = importlib.import_module("diffusers")
+    model = (pipeline := pipeline_of(TINY)).transformer
+    if name == "first-block":
+        model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=number))
+    else:
+        exact = {"taylor_factors_dtype": torch.float32}
+        model.enable_cache(diffusers.TaylorSeerCacheConfig(cache_interval=int(number), **exact))
+    return pipeline
+
+
+def with_cache(name: str, number: float) -> dict[str, Served]:
+    """Requests of one size on one and on two ranks; one is told to move, and one to rest."""
+    other = {**GUIDED, "prompt": "two boats"}
+    scenes = [
+        {"moves": Asked(GUIDED, Block(0, 2), {2: Block(0, 1), 3: Block(1, 1)})},
+        {"one": Asked(other, Block(0, 1)), "rests": Asked(other, Block(1, 1), {2: "rest"})},
+        {"two": Asked(other, Block(0, 2))},
+    ]
+    return serve(partial(cached_pipeline, name, number), scenes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number"), [("first-block", 0.3), ("taylorseer", 2)])
+def test_a_cache_of_steps_belongs_to_a_request(name: str, number: float) -> None:
+    served = run_ranks(with_cache, 2, name, number)[0]
+    check(served, {"moves": [(6, 0, 1)], "one": [], "rests": [], "two": [(6, 0, 1)]})
+    refused = [one for one in served["moves"].events if one.kind == "refused"]
+    assert [one.step for one in refused] == [2, 3]
+    assert "requests cannot change ranks: leave them in place" in refused[0].reason
+
+
 def with_masks(names: list[str]) -> dict[str, Served]:
     """Masks of a file, other ones in each step, against dense masked attention."""
     form, made = Form((512, 48), (True, False)), list[Any]()  # text, image
@@ -415,12 +448,14 @@ def test_a_rank_that_others_wait_for_ends_the_engine_by_its_name(kind: str) -> N
 
 def strange_orders() -> list[str]:
     """What an engine refuses, and what it leaves out: orders for what has ended, and strangers'."""
-    diffusers: Any = importlib.import_module("diffusers")
-    cached, hooked = pipeline_of(TINY), pipeline_of(TINY)
-    cached.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
-    apply_cache = importlib.import_module("diffusers.hooks").apply_first_block_cache
-    apply_cache(hooked.transformer, diffusers.FirstBlockCacheConfig(threshold=0.1))
-    errors = [raised_by(Engine, one)[1] for one in (make_pipeline("dit"), cached, hooked)]
+    hooks: Any = importlib.import_module("diffusers.hooks")
+    dit, hooked = pipeline_of(TINY), pipeline_of(TINY)
+    dit.transformer._is_cached = True  # as cache-dit marks it
+    hook = type("Keeper", (hooks.ModelHook,), {"_is_stateful": True})()
+    hooks.HookRegistry.check_if_exists_or_initialize(hooked.transformer.norm_out).register_hook(
+        hook, "keeper"
+    )
+    errors = [raised_by(Engine, one)[1] for one in (make_pipeline("dit"), dit, hooked)]
     engine = Engine(pipeline_of(TINY))
     orders = engine.orders
     if orders is None:
@@ -474,8 +509,8 @@ def test_what_cannot_be_done_is_refused_or_left_out() -> None:
     errors = run_ranks(strange_orders, 2)[0]
     wanted = [
         "a DiTPipeline has no callback at the end of a step",
-        "has a cache of steps",
-        "has a cache of steps (FBCHeadBlockHook)",
+        "share the cache (cache-dit)",
+        "share the cache (Keeper)",
         "a object, and would not arrive as one",
     ]
     assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * 4

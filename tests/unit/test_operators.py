@@ -55,7 +55,8 @@ def followed(
     headers: dict[str, str],
 ) -> Trace:
     """The trace of a request to which these events happened."""
-    made, task = Trace(parent_of(headers)), SimpleNamespace(at=None, last=None)
+    made = Trace(lambda block: block.ranks, parent_of(headers))
+    task = SimpleNamespace(at=None, last=None)
     for at_s, kind, first, degree, step, seconds in events:
         clock[0], event = float(at_s), None
         if kind is None:
@@ -182,7 +183,8 @@ def test_without_an_sdk_nothing_happens(clock: list[float]) -> None:
 def text_of(metrics: Metrics, statuses: list[Status]) -> str:
     pace = SimpleNamespace(culprit=Culprit(1, "slow rank", 1.5, 0.25))
     ranks: Any = {"step_ratios": np.array([1.0, 1.5]), "pace": pace}
-    scheduler: Any = SimpleNamespace(**ranks, backlog_s=lambda: (7.5, 30))
+    orders = SimpleNamespace(size=1)
+    scheduler: Any = SimpleNamespace(**ranks, orders=orders, backlog_s=lambda: (7.5, 30))
     return metrics.text(statuses, scheduler).decode()
 
 

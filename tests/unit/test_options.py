@@ -67,7 +67,8 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "accumulate": "2", "arrivals": "b-requests.jsonl", "batch_size": "2", "block": "512",
     "bucket": "256:16", "columns": "frames=n2,fps=rate,text=caption", "currency": "EUR",
     "d_model": "512", "data": "g8b1i512f1s0", "deadline": "0.01", "degrees": "1", "density": "0.2",
-    "file": "b.txt", "fps": "6", "gamma": "30", "gpu_hour_price": "3", "head_dim": "16",
+    "file": "b.txt", "fps": "6", "gamma": "30", "gpu_hour_price": "3", "guidance_ranks": "2",
+    "head_dim": "16",
     "inter_gbs": "900", "intra_gbs": "0.01", "kb_per_token": "1.8e5",
     "latency_us": "900", "layers": "1", "lengths": "9,90/9/80/9////", "lens": "b-lens.jsonl",
     "loads": "0.3", "manifest": "b.jsonl", "masks": "b.npz",
@@ -99,7 +100,8 @@ ELSEWHERE = {"json", "report", "tokenizer"}
 TESTS = {  # files whose tests set the options of commands with ranks, and look at the result
     "bench": "test_bench.py test_bench_loader.py test_encoder_stages.py test_cli.py",
     "generate": "test_generate_command.py test_generation.py",
-    "serve": "test_service.py test_service_turns.py test_door.py test_serve_engine.py serving.py",
+    "serve": "test_service.py test_service_turns.py test_door.py test_serve_engine.py serving.py "
+    "test_serve_options.py test_advise.py",
     "doctor": "test_doctor.py test_doctor_ranks.py",
     "calibrate": "test_calibrate_ranks.py test_calibrate_blocks.py test_calibration.py",
 }

@@ -12,11 +12,11 @@ from bascule.serve.times import RequestSize, Times
 LARGE, SMALL, TINY = RequestSize(4096, 1), RequestSize(1024, 2), RequestSize(16, 1)
 
 
-def times(**factors: int) -> Times:
+def times(compiles: bool = False, **factors: int) -> Times:
     config = SimpleNamespace(num_attention_heads=24, attention_head_dim=128, num_layers=57)
     model: Any = torch.nn.Identity()
     model.config = config
-    return Times(SimpleNamespace(transformer=model, **factors), [1, 2, 4])
+    return Times(SimpleNamespace(transformer=model, **factors), [1, 2, 4], compiles=compiles)
 
 
 def takes(**defaults: object) -> dict[str, Any]:
@@ -70,6 +70,18 @@ def test_a_degree_that_was_not_tried_is_taken_to_pay() -> None:
     assert tiny == pytest.approx({1: 1.0, 2: 0.75, 4: 0.75**2})
     one.measure(TINY, 2, 2.0)
     assert tiny == pytest.approx({1: 1.0, 2: 2.0, 4: 1.5})
+
+
+def test_a_step_that_compiles_is_left_out() -> None:
+    one = times(compiles=True)
+    large = one.step_s(LARGE)
+    before = dict(large)
+    one.measure(LARGE, 2, 60.0)
+    assert large == before
+    one.measure(LARGE, 2, 0.5)
+    assert large[2] == 0.5
+    one.measure(LARGE, 0, 9.0)  # encoding and decoding are not compiled
+    assert one.once_s(LARGE) == 9.0
 
 
 def test_few_forms_are_remembered() -> None:

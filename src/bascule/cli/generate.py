@@ -28,7 +28,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
                 outputs = job.run(lambda index, _: advance(1, f"prompt {index + 1} of {num}"))
         phases = outputs[0]["seconds"] if outputs else ()
         seconds = {name: mean(output["seconds"][name] for output in outputs) for name in phases}
-        return {"degrees": options.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
+        return {"degrees": options.mesh, "prompts": num, "seconds": seconds, "outputs": outputs}
 
     def finish(result: dict[str, Any]) -> None:
         console = publish(options, _report(options, result))

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 def run(options: ServeOptions, arguments: list[str]) -> None:
     """Serve on all ranks until a signal; unfinished requests stay in the spool."""
+    if options.advise:
+        from bascule.cli.advise import advise
+
+        return advise(options)
     options.check()
     # Before torch loads: its store would log each second without a message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -52,6 +52,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
         deadline: Deadline of --mix, as a multiple of a request's time on one GPU. Default: none.
         requests: Number of requests of --mix. Default: 500.
         passes: Forward passes of a step: 2 with guidance.
+        guidance_ranks: Groups of a request's GPUs that share the passes, if it has as many.
         slo: Multiply all deadlines by this factor.
         within: A request without a deadline counts as on time within this multiple of its time on
             the fewest GPUs. Policies ignore this option.
@@ -72,6 +73,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     deadline: Annotated[float | None, Range(1e-3, 1e6)] = None
     requests: Annotated[int | None, Range(1, _MAX_REQUESTS)] = None
     passes: Annotated[int, Range(1, 16)] = 1
+    guidance_ranks: Annotated[int, Range(1, 16)] = 1
     slo: Annotated[float, Range(1e-3, 1e6)] = 1.0
     within: Annotated[float, Range(1e-3, 1e6)] = 3.0
     ranks: Annotated[int, Range(1, 2**14), Group("Ranks and policies")] = 8
@@ -90,7 +92,8 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
             raise ConfigError("give one of --arrivals and --mix")
         profile = self.hardware()
         cost = replace(model_shape(self.model).cost, gamma=profile.gamma)
-        sizes = Sizes(TokenRule.of_model(self.model), predicted(profile, cost, self.passes))
+        costs = predicted(profile, cost, self.passes, self.guidance_ranks)
+        sizes = Sizes(TokenRule.of_model(self.model), costs)
         if self.arrivals is None:
             mix = sizes.mix(self.mix, self.requests or 500, self.deadline)
             requests = [*map(self._restrict, mix.kinds)]

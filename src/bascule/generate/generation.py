@@ -15,25 +15,21 @@ from bascule import quantities
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import member_of, resolve
-from bascule.diffusers.degrees import Shape
-from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.errors import ConfigError
 from bascule.generate.generating import (
     arguments_of,
     check_prompt,
     check_size,
-    enable_tiles,
     is_guided,
-    load_pipeline,
     write_media,
     write_record,
 )
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, read_prompts
 from bascule.plan.requests import Balanced, Queue
-from bascule.serve.engine import Engine
 from bascule.serve.jobs import Jobs, Sink
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task, num_steps_of
+from bascule.serve.starting import dtype_of, start_engine, start_pipeline
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
@@ -46,9 +42,8 @@ class Generation(Sink):
         self._options = options
         self.prompts = read_prompts(options)
         self._where = "prompt {}: " if len(self.prompts) > 1 else ""
-        dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-        self._settings = options.settings | {"dtype": dtype}
-        pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
+        self._settings = options.settings | {"dtype": dtype_of(options, device)}
+        pipeline = start_pipeline(options, device)
         self._takes = inspect.signature(pipeline.__call__).parameters
         ending = VIDEO if "num_frames" in self._takes else IMAGE
         if ending == VIDEO:
@@ -60,22 +55,10 @@ class Generation(Sink):
                 check_prompt(pipeline, prompt, self._takes, picture=picture)
             except ConfigError as error:
                 raise ConfigError(f"{self._where.format(place + 1)}{error}") from None
-        if options.tiles:
-            enable_tiles(pipeline)
-        sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
         are_guided = all(is_guided(prompt, self._takes) for prompt in self.prompts)
-        num_groups = 2 if are_guided else 1  # of ranks, one for each guidance branch
-        self._engine = Engine(
-            pipeline,
-            timeout_s=options.timeout_s,
-            shape=Shape(**options.degrees) if options.degrees else None,
-            num_groups=num_groups,
-            longest_ring=options.longest_ring,
-            sparse=sparse,
-            comm_dtype=options.wire,
-            compiles=options.compile,
-            shares_tiles=options.tiles,
-        )
+        groups = 2 if are_guided and options.cache is None else 1  # one for each branch
+        num_groups = options.guidance_ranks or groups
+        self._engine = start_engine(options, pipeline, num_groups)
         self._world = member_of(resolve(None), "world")
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._made_folder = False  # True on rank 0 if it did
@@ -139,7 +122,7 @@ class Generation(Sink):
     def _make_scheduler(self, orders: Orders) -> Scheduler:
         """Return a scheduler of the missing outputs, the most work first."""
         # Compiled code and a mesh that is given pay over many steps of one size.
-        stays = self._options.degrees or self._options.compile
+        stays = self._options.mesh or self._options.compile or self._engine.stays
         fits = [d for d in self._engine.degrees if d * len(self.missing) <= orders.num_ranks]
         policy = Queue("fifo", max(fits, default=1)) if stays else Balanced()
         scheduler = Scheduler(orders, policy, self._times)
@@ -155,14 +138,15 @@ class Generation(Sink):
         def arguments() -> dict[str, Any]:
             return arguments_of(prompt, self._takes) | {"output_type": "pil"}
 
-        return Task.of(place, self.names[place], prompt, self._takes, self._times, arguments)
+        task = Task.of(place, self.names[place], prompt, self._takes, self._times, arguments)
+        task.stays = self._engine.stays
+        return task
 
     def changed(self, task: Task, event: Event | None) -> None:
         """Pass a finished step on to `on_step`."""
         if event is not None and event.kind == "step" and event.step:
-            size = self._world.size // self._scheduler.orders.num_ranks  # of a replica
-            first, num = event.block.first * size, event.block.degree * size
-            self._on_step(self.names.index(task.id), range(first, first + num))
+            ranks = self._scheduler.orders.ranks_of(event.block)
+            self._on_step(self.names.index(task.id), ranks)
 
     def ended(self, task: Task, state: str, reason: str) -> None:
         """Stop the run if a prompt failed."""

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,16 @@ from typing import Annotated, Any, Literal
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines, read_lines
 from bascule.generate.tiny import TINY, TINY_WAN
-from bascule.options import REPEATED, Group, NewFolder, Outputs, Range, RankOptions, check_options
+from bascule.options import (
+    REPEATED,
+    Group,
+    NewFolder,
+    Outputs,
+    Range,
+    RankOptions,
+    check_options,
+    flag,
+)
 
 IMAGE, VIDEO = ".png", ".mp4"
 
@@ -27,18 +37,106 @@ _WEIGHTS = re.compile(  # of diffusers and transformers, in one file or in piece
     r"\.(safetensors|bin)"
 )
 _SETTINGS = "model", "variant", "dtype", "tiles", "wire", "sparse", "fps"  # change all outputs
+_MESH = "ulysses", "ring", "replicas"  # any of them gives a mesh, which no output leaves
+_EXCLUDED = (  # options, those that each of them excludes, why
+    (("longest_ring", "degrees"), _MESH, "a mesh that you give sets the ranks of each output"),
+    (("cache",), ("sparse",), "a cache skips blocks that the masks of later steps need"),
+    (("compile",), ("cache", "offload"), "a graph contains no decisions between layers"),
+    (("cache",), ("offload",), "offload loads layers in one order, and a cache skips some"),
+)
+_CACHES = {"first-block": 0.05, "taylorseer": 5}  # with their usual numbers
+_LARGEST = 1000  # number of a cache
 _SAMPLES, _SAMPLE_BYTES = 16, 2**12  # that a digest reads of a file of weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions(Outputs, RankOptions):
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(RankOptions):
+    """A pipeline, and how ranks compute its outputs: options of generate and serve.
+
+    Attributes:
+        model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
+        variant: Variant of the weights, such as fp16. By default the only one of the folder.
+        dtype: Data type of the weights. By default bfloat16 on GPUs and float32 on CPUs.
+        fps: Frames per second of a video.
+        offload: Keep weights in the host's memory, and copy each layer to the GPU before its use.
+        ulysses: Ranks that split heads. Without this, --ring and --replicas, outputs change ranks.
+        ring: Ranks that pass keys and values around.
+        guidance_ranks: Groups of ranks that compute different guidance branches.
+        replicas: Groups of ranks that take different prompts.
+        longest_ring: Most ranks in a ring, if outputs change ranks.
+        sparse: Share of the keys that attention computes, in blocks of 64 tokens with the largest
+            products of mean queries and keys. It changes pixels. Default: all.
+        wire: Format of 8 bits in which ranks send rows of attention. It changes pixels slightly.
+        cache: Reuse results of earlier steps, which changes pixels: first-block:0.05 if the first
+            block changes by at most 5 %, or taylorseer:5 in 4 of 5 steps. Outputs keep their ranks.
+        tiles: Let the VAE work in tiles, which ranks share. It changes pixels slightly.
+        compile: Compile the transformers, once for each number of ranks of an output.
+        timeout_s: Seconds after which ranks that share an output stop waiting for each other.
+    """
+
+    model: Annotated[str, Group("Pipeline")] = TINY
+    variant: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    fps: Annotated[int, Range(1, 1000)] = 16
+    offload: bool = False
+    ulysses: Annotated[_Degree, Group("Ranks")] = None
+    ring: _Degree = None
+    guidance_ranks: _Degree = None
+    replicas: _Degree = None
+    longest_ring: _Degree = None
+    sparse: Annotated[float | None, Range(1e-9, 1.0), Group("Speed")] = None
+    wire: Literal["int8", "e4m3"] | None = None
+    cache: str | None = None
+    tiles: bool = False
+    compile: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings, apart from the prompts, that change outputs."""
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return settings | ({} if self.cache is None else {"cache": self.cache})
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The degrees of a mesh that options give, as arguments of a `Shape`; none without one."""
+        degrees = {"data": self.replicas, "guidance": self.guidance_ranks}
+        degrees |= {"ring": self.ring, "ulysses": self.ulysses}
+        mesh = {name: degree for name, degree in degrees.items() if degree is not None}
+        return mesh if mesh.keys() - {"guidance"} else {}
+
+    def cache_of_steps(self) -> tuple[str, float]:
+        """Return the name and the number of --cache; ConfigError if there is no such cache."""
+        name, _, text = (self.cache or "").partition(":")
+        with suppress(KeyError, ValueError):
+            value = type(_CACHES[name])(text or _CACHES[name])
+            if 0 < value < _LARGEST:
+                return name, value
+        names = " or ".join(f"{name}:{usual}" for name, usual in _CACHES.items())
+        raise ConfigError(f"--cache {self.cache}: give {names}, or a number from 0 to {_LARGEST}")
+
+    def check_engine(self) -> None:
+        """Refuse a model that is no pipeline, and options that exclude each other."""
+        check_model(self.model, self.variant)
+        if self.cache is not None:
+            self.cache_of_steps()
+        for *sides, why in _EXCLUDED:
+            both = [[name for name in names if getattr(self, name, None)] for names in sides]
+            if all(both):
+                first, second = (flag(names[0]) for names in both)
+                raise ConfigError(f"{first} and {second}: {why}: leave one out")
+        groups = self.guidance_ranks or 1
+        if not self.mesh and groups & (groups - 1):
+            what = f"--guidance-ranks {groups}: outputs change between 1, 2, 4, .. ranks"
+            raise ConfigError(f"{what}: give a power of two, or also --replicas 1 for one mesh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Outputs, EngineOptions):
     """Make images or videos with a pipeline of diffusers, shared by all local ranks.
 
     A file beside each output holds its prompt and times. Outputs that exist are not made again.
 
     Attributes:
-        model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
-        variant: Variant of the weights, such as fp16. By default the only one of the folder.
         prompt: Text of an output. Give the option once per output.
         prompts: File of prompts: one per line, or JSON objects (.jsonl) with "prompt" and other
             options: "image" (a path from the file's folder), "negative_prompt", "width", "height",
@@ -52,23 +150,8 @@ class GenerateOptions(Outputs, RankOptions):
         guidance: How strongly an output follows its prompt. By default the pipeline decides.
         seed: Seed of the first prompt. Each following prompt gets the next number.
         out: Folder for the images (PNG) and videos (MP4).
-        fps: Frames per second of a video.
-        ulysses: Ranks that split heads. Without this and the next three, prompts change ranks.
-        ring: Ranks that pass keys and values around.
-        guidance_ranks: Groups of ranks that compute different guidance branches.
-        replicas: Groups of ranks that take different prompts.
-        longest_ring: Most ranks in a ring, if prompts change ranks.
-        sparse: Share of the keys that attention computes, in blocks of 64 tokens with the largest
-            products of mean queries and keys. It changes pixels. Default: all.
-        wire: Format of 8 bits in which ranks send rows of attention. It changes pixels slightly.
-        tiles: Let the VAE work in tiles, which ranks share. It changes pixels slightly.
-        compile: Compile the transformers. Each prompt then keeps its ranks.
-        dtype: Data type of the weights. By default bfloat16 on GPUs and float32 on CPUs.
-        timeout_s: Seconds after which ranks that share a prompt stop waiting for each other.
     """
 
-    model: Annotated[str, Group("Pipeline")] = TINY
-    variant: str | None = None
     prompt: Annotated[tuple[str, ...], REPEATED, Group("Prompts")] = ()
     prompts: Path | None = None
     image: str | None = None
@@ -80,37 +163,12 @@ class GenerateOptions(Outputs, RankOptions):
     guidance: Scale = None
     seed: Seed = 0
     out: Annotated[Path, NewFolder(), Group("Output")] = Path("results/generated")
-    fps: Annotated[int, Range(1, 1000)] = 16
-    ulysses: Annotated[_Degree, Group("Ranks")] = None
-    ring: _Degree = None
-    guidance_ranks: _Degree = None
-    replicas: _Degree = None
-    longest_ring: _Degree = None
-    sparse: Annotated[float | None, Range(1e-9, 1.0), Group("Speed")] = None
-    wire: Literal["int8", "e4m3"] | None = None
-    tiles: bool = False
-    compile: bool = False
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Group("Pipeline")] = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings, apart from the prompts, that change outputs."""
-        return {name: getattr(self, name) for name in _SETTINGS}
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The degrees that options give, as arguments of a `Shape`."""
-        degrees = {"data": self.replicas, "guidance": self.guidance_ranks}
-        degrees |= {"ring": self.ring, "ulysses": self.ulysses}
-        return {name: degree for name, degree in degrees.items() if degree is not None}
 
     def check_source(self) -> None:
-        """Refuse options that name no prompts or no pipeline, or contradict each other."""
+        """Refuse options that name no prompts or no pipeline, or exclude each other."""
         if bool(self.prompt) == (self.prompts is not None):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
-        if self.longest_ring is not None and self.degrees:
-            raise ConfigError("--longest-ring: your degrees set the ring: leave it out")
-        check_model(self.model, self.variant)
+        self.check_engine()
 
 
 def check_model(model: str, variant: str | None) -> None:

@@ -4,6 +4,7 @@ Each of G guidance groups computes ceil(B / G) of B forward passes, one after an
 ranks of a group share tokens; neighbours share heads. At the end, groups exchange their outputs.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from bascule.checks import MAX_RANKS, fields, of_type, whole
@@ -105,6 +106,13 @@ def choose_mesh(
     timed = [replace(mesh, seconds=step_seconds(step, mesh, in_node, profile)) for mesh in meshes]
     timed.sort(key=lambda mesh: mesh.seconds or 0.0)  # stable
     return MeshChoice(tuple(timed), f"the fastest as predicted for {profile.device}{passes}")
+
+
+def mesh_of_block(degree: int, num_heads: int, num_groups: int = 1) -> InferenceMesh:
+    """Return a server's mesh: guidance groups, then Ulysses ranks up to the heads, then a ring."""
+    groups = math.gcd(degree, num_groups)
+    ulysses = min(degree // groups, 1 << (max(num_heads, 1).bit_length() - 1))
+    return InferenceMesh(groups, ring=degree // groups // ulysses, ulysses=ulysses)
 
 
 def step_seconds(

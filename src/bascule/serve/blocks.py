@@ -1,19 +1,18 @@
 """Blocks of ranks that compute a request together: their meshes, and a rank's place in them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from bascule.comm.groups import RankGroup
 from bascule.diffusers.degrees import Replica, Shape, replica_over
+from bascule.machine.mesh_choice import mesh_of_block
 from bascule.plan.requests import Block
 
 
 def shape_of_block(degree: int, num_heads: int, num_groups: int = 1) -> Shape:
-    """Return a block's mesh: guidance groups, then Ulysses ranks up to the heads, then a ring."""
-    groups = math.gcd(degree, num_groups)
-    ulysses = min(degree // groups, 1 << (max(num_heads, 1).bit_length() - 1))
-    return Shape(1, groups, degree // groups // ulysses, ulysses)
+    """Return the shape of a block's mesh."""
+    mesh = mesh_of_block(degree, num_heads, num_groups)
+    return Shape(1, mesh.guidance, mesh.ring, mesh.ulysses)
 
 
 def places_of(

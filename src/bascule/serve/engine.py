@@ -8,7 +8,7 @@ the states of schedulers and generators. A rank that leaves ends its call by an 
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,9 +109,12 @@ class Engine:
         compiles: True compiles the transformers, for each degree.
         shares_tiles: True lets all ranks of a request stay to decode the tiles of its VAE.
 
+    Attributes:
+        stays: Whether requests keep their ranks, because a cache has results of their steps.
+
     Raises:
-        ConfigError: The pipeline has no callback after each step, or it caches steps; no split
-            table fits; the shape does not fit; or settings exclude each other.
+        ConfigError: The pipeline has no callback after each step, or a cache that requests would
+            share; no split table fits; the shape does not fit; or settings exclude each other.
         CommError: The weights of ranks differ.
     """
 
@@ -138,6 +141,7 @@ class Engine:
         self._sparse, self._compiles, self._shares_tiles = sparse, compiles, shares_tiles
         pipeline.set_progress_bar_config(disable=True)
         self._device = execution_device(pipeline, request.models[0])
+        self.stays = bool(_caches_in(request.models))
         self._control = new_group(ranks, "serve", timeout_s, backend="gloo")
         attending = new_group(ranks, "serve attention", timeout_s)
         shapes, self._size = {1: replace(request.shape, data=1)}, world.size // request.shape.data
@@ -254,6 +258,8 @@ class Engine:
             run.stepped.clear()
             return carried
 
+        for module, hook in _caches_in([split.model for split in self._splits]):
+            hook.reset_state(module)
         torch.manual_seed(run.seed)  # for draws without the generator
         run.since = time.perf_counter()
         return self._pipeline(
@@ -374,7 +380,8 @@ class Engine:
         if is_last and not self._shares_tiles and action in (_GO_ON, _MOVE):  # one rank decodes
             block = Block(block.first, 1)
             action = _GO_ON if block == run.block else _MOVE
-        if action == _PAUSE or (action == _MOVE and set(block.ranks) - set(run.block.ranks)):
+        joining = set(block.ranks) - set(run.block.ranks)
+        if action == _PAUSE or (action == _MOVE and (joining or (self.stays and not is_last))):
             try:
                 ticket = self._post.keep(self._state(run, carried))
             except ConfigError as error:
@@ -471,6 +478,9 @@ class Engine:
 
     def _state(self, run: _Run, carried: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that another rank needs to continue a request."""
+        if self.stays:
+            what = "a cache has results of the steps of its tokens on its ranks"
+            raise ConfigError(f"{what}, so requests cannot change ranks: leave them in place")
         if self._num_steps is not None and run.num_done > self._num_steps:
             what = f"a {type(self._pipeline).__name__} denoises in several loops"
             raise ConfigError(f"{what}, so its requests cannot change ranks: leave them in place")
@@ -519,12 +529,23 @@ def _request_of(
     if "callback_on_step_end" not in takes:
         what = f"a {name} has no callback at the end of a step, where requests change ranks"
         raise ConfigError(f"{what}: use a pipeline with callback_on_step_end")
-    hooks = (hook for model in models for _, _, hook in hooks_of(model, model.modules()))
-    for hook in filter(lambda hook: hook._is_stateful, hooks):
-        what = f"the transformer of this {name} has a cache of steps ({type(hook).__name__})"
-        raise ConfigError(f"{what}. Requests would share it: call disable_cache(), or remove it")
+    cache = "cache-dit" if any("_is_cached" in vars(model) for model in models) else ""
+    for module, hook in _caches_in(models):
+        try:
+            hook.reset_state(module)
+        except NotImplementedError:
+            cache = type(hook).__name__
+    if cache:
+        what = f"requests would share the cache ({cache}) of the transformer of this {name}"
+        raise ConfigError(f"{what}: disable it, or enable another cache of diffusers")
     tables = [table_of(model, None) for model in models]
     return Request(models=models, tables=tables, shape=whole, attention=attention, sparse=sparse)
+
+
+def _caches_in(models: Sequence[nn.Module]) -> list[tuple[nn.Module, Any]]:
+    """List the hooks of caches of steps, each with its module."""
+    hooks = [hook for model in models for hook in hooks_of(model, model.modules())]
+    return [(module, hook) for _, module, hook in hooks if hook._is_stateful]
 
 
 def _check_numbers(what: str, tensors: list[Tensor]) -> None:

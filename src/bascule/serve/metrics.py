@@ -91,11 +91,12 @@ class Metrics:
     def text(self, statuses: Sequence[Status], scheduler: Scheduler) -> bytes:
         """Return all metrics in Prometheus's format."""
         slow, (backlog_s, drain_s) = scheduler.pace.culprit, scheduler.backlog_s()
-        for rank, ratio in enumerate(scheduler.step_ratios.tolist()):
+        size = scheduler.orders.size  # ranks of a replica
+        for rank, ratio in enumerate(scheduler.step_ratios.repeat(size).tolist()):
             self._ratios.labels(rank).set(ratio)
         self._slow.clear()
         if slow.place >= 0:
-            self._slow.labels(slow.place, slow.cause).set(slow.share)
+            self._slow.labels(slow.place * size, slow.cause).set(slow.share)
         nums = Counts(status.state for status in statuses)
         for state in ("waiting", "running", "paused"):
             self._now.labels(state).set(nums[state])

@@ -7,27 +7,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from bascule.errors import ConfigError
 from bascule.files import read_lines
-from bascule.generate.options import check_model
-from bascule.generate.tiny import TINY
-from bascule.options import Group, NewFolder, Range, RankOptions
+from bascule.generate.options import EngineOptions
+from bascule.options import Group, NewFolder, Outputs, Range, refuse
 from bascule.plan.requests import SERVED, Policy, Request, policy_of
 
 _SHORTEST_KEY = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(RankOptions):
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Outputs, EngineOptions):
     """Serve a pipeline of diffusers over HTTP, by OpenAI's API, on all local ranks.
 
     The spool stores requests and results: after a stop, the same command resumes.
 
     Attributes:
-        model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
-        variant: Variant of the weights, such as fp16. By default the only one of the folder.
         host: Address to listen at. If other machines can reach it, --api-key-file is required.
         port: Port to listen at; 0 for a free one.
         api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
@@ -44,12 +41,17 @@ class ServeOptions(RankOptions):
         degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
         policy: Rule that decides which request runs next, on how many ranks: balanced, greedy,
             fifo, sjf, srtf, or sjf:4 for four ranks per request. simulate-requests compares them.
-        fps: Frames per second of a video.
-        dtype: Data type of the weights. By default bfloat16 on GPUs and float32 on CPUs.
+        advise: Print the options that are predicted to serve --mix or --arrivals best on --ranks,
+            and exit. --model is a name then: flux.1, wan2.1, ltx2, ..
+        mix: Sizes, steps and shares of requests, as of simulate-requests: 1024x1024@25=0.6.
+        arrivals: File of requests, as of simulate-requests.
+        rate: Requests per second of --mix, by default 80 % of what all ranks can do; or the
+            speed-up of --arrivals.
+        passes: Forward passes of a step: 2 with guidance.
+        deadline: Deadline of --mix, as a multiple of a request's time on one GPU. Default: none.
+        profile: Hardware profile, as of simulate-requests.
     """
 
-    model: Annotated[str, Group("Pipeline")] = TINY
-    variant: str | None = None
     host: Annotated[str, Group("Address")] = "127.0.0.1"
     port: Annotated[int, Range(0, 2**16 - 1)] = 8000
     api_key_file: Path | None = None
@@ -65,13 +67,24 @@ class ServeOptions(RankOptions):
     max_images: Annotated[int, Range(1, 1000)] = 8
     degrees: Annotated[tuple[int, ...], Group("Ranks")] = ()
     policy: str = SERVED
-    fps: Annotated[int, Range(1, 1000), Group("Pipeline")] = 16
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    advise: Annotated[bool, Group("Advice")] = False
+    mix: tuple[str, ...] = ()
+    arrivals: Path | None = None
+    rate: Annotated[float | None, Range(1e-6, 1e6)] = None
+    passes: Annotated[int, Range(1, 16)] = 1
+    deadline: Annotated[float | None, Range(1e-3, 1e6)] = None
+    profile: str = "h100-datasheet"
 
     @property
     def model_name(self) -> str:
         """The model's name for clients."""
         return Path(self.model).resolve().name.encode(errors="backslashreplace").decode()
+
+    def outputs_of(self, dtype: str) -> str:
+        """Name what pixels of requests depend on: the weights, and options that change pixels."""
+        changing = {name: getattr(self, name) for name in ("sparse", "wire", "cache", "tiles")}
+        words = [f"{name} {value}" for name, value in changing.items() if value]
+        return ", ".join(filter(None, (self.model_name, self.variant, dtype, *words)))
 
     def api_key(self) -> bytes | None:
         """Return the key that clients must send; ConfigError if it is needed but not given."""
@@ -108,7 +121,9 @@ class ServeOptions(RankOptions):
 
     def check(self) -> None:
         """Refuse settings that no rank could serve."""
-        check_model(self.model, self.variant)
+        of_advice = "mix", "arrivals", "rate", "passes", "deadline", "profile", "json", "report"
+        refuse(self, of_advice, "only --advise reads it: leave it out")
+        self.check_engine()
         self.api_key()
         for degree in self.degrees:
             if degree < 1 or degree & (degree - 1):

@@ -45,8 +45,10 @@ class Orders:
     counts replicas of `size` ranks, if requests get whole replicas.
     """
 
+    size = 1
+
     def __init__(self, post: Post, num_ranks: int, size: int = 1) -> None:
-        self._post, self._mail, self.num_ranks, self._size = post, post.mail(), num_ranks, size
+        self._post, self._mail, self.num_ranks, self.size = post, post.mail(), num_ranks, size
         self._is_over = False
         self.events = queue.SimpleQueue[Event]()  # in the order in which rank 0 got them
         post.on_event = self._hear
@@ -95,6 +97,12 @@ class Orders:
         self._is_over = True
         self.tell("ended", reason=reason)
 
+    def ranks_of(self, block: Block | None) -> range:
+        """Return the ranks of a block, which may count replicas; none without a block."""
+        if block is None:
+            return range(0)
+        return range(block.first * self.size, (block.first + block.degree) * self.size)
+
     def _hear(self, mail: Mail, message: Message) -> None:
         """Queue the event of a message, in the thread of the post."""
         now, kind, output = time.monotonic(), message["what"], None
@@ -110,6 +118,6 @@ class Orders:
     def _send(self, to: Block, kind: str, *, to_all: bool = False, **message: Any) -> None:
         """Send a message to the first rank of a block, or to all of them."""
         if not self._is_over:
-            first, num = to.first * self._size, to.degree * self._size if to_all else 1
-            for rank in range(first, first + num):
+            ranks = self.ranks_of(to)
+            for rank in ranks if to_all else ranks[:1]:
                 self._mail.send(rank, kind, **message)

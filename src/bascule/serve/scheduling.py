@@ -96,7 +96,8 @@ class Scheduler:
         self._planned: dict[Task, None] = {}  # tasks that are not on their planned ranks yet
         self._users: dict[int, Task] = {}  # by rank, the task that has it, or is about to
         self._moves_s = deque[float](maxlen=9)
-        self.pace = Pace(range(orders.num_ranks), says=True)  # compares the ratios of all ranks
+        # Compares the ratios of all ranks; a replica is named by its first one.
+        self.pace = Pace(range(0, orders.num_ranks * orders.size, orders.size), says=True)
         # Seconds of each rank's newest step over the prediction; nan before its first.
         self.step_ratios = np.full(orders.num_ranks, np.nan)
         self._times_of_ranks = np.tile(NO_TIMES, (orders.num_ranks, 1))

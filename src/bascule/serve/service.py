@@ -51,6 +51,7 @@ class Service(Sink):
 
     Args:
         pipeline: Pipeline of the engine, to which `orders` go.
+        stays: Whether requests keep their ranks; see `Engine.stays`.
         most_waiting: Most requests that may wait.
         fps: Frames per second of videos.
         keep_days: Days after which an ended request is removed, with its output.
@@ -65,6 +66,7 @@ class Service(Sink):
         *,
         policy: Policy,
         times: Times,
+        stays: bool = False,
         most_waiting: int = 1000,
         fps: int = 16,
         keep_days: float = NEVER,
@@ -73,10 +75,10 @@ class Service(Sink):
         self._pipeline, self._orders, self._spool, self._times = pipeline, orders, spool, times
         self._takes = inspect.signature(pipeline.__call__).parameters
         self.kind = "video" if "num_frames" in self._takes else "image"
-        self.num_ranks, self.takes_image = orders.num_ranks, "image" in self._takes
+        self.num_ranks, self.takes_image = orders.num_ranks * orders.size, "image" in self._takes
         # Called with the status of a changed request; must not call the service.
         self.on_change: Callable[[Status], None] | None = None
-        self._most_waiting, self._fps = most_waiting, fps
+        self._most_waiting, self._fps, self._stays = most_waiting, fps, stays
         self._keep_days, self._keep_bytes = keep_days, keep_bytes
         self.lock = threading.Lock()
         self._closed = ""  # why no more requests are accepted
@@ -99,7 +101,7 @@ class Service(Sink):
                 self._unwritten[status.id] = status
             else:
                 self._scheduler.add(self._task(entry))
-                self._traces[entry.status.id] = Trace()
+                self._traces[entry.status.id] = Trace(orders.ranks_of)
         self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
 
     def start(self) -> None:
@@ -182,7 +184,7 @@ class Service(Sink):
                 raise Closing(f"the spool cannot store requests: {error}") from error
             for task in tasks:
                 self._scheduler.add(task)
-                self._traces[task.id] = Trace(parent)
+                self._traces[task.id] = Trace(self._orders.ranks_of, parent)
             statuses = self._statuses([task.id for task in tasks])
             self._metrics.accept(statuses)
         self._orders.tell("asked")
@@ -373,6 +375,7 @@ class Service(Sink):
         request = next(self._numbers), status.id, status.prompt
         task = Task.of(*request, self._takes, self._times, arguments, deadline_s)
         task.created_at, task.runs_alone = status.created_at, entry.starts > 0
+        task.stays = self._stays
         return task
 
     def _arguments(self, status: Status) -> dict[str, Any]:
@@ -414,7 +417,7 @@ class Service(Sink):
             state={"new": "waiting", "paused": "paused"}.get(task.phase, "running"),
             step=0 if task.last is None else task.last.step,
             num_steps=(task.last and task.last.num_steps) or task.request.steps,
-            ranks=() if task.at is None else tuple(task.at.ranks),
+            ranks=tuple(self._orders.ranks_of(task.at)),
             created_at=task.created_at,
             ends_in_s=ends_in_s,
             prompt=task.prompt,

@@ -11,12 +11,11 @@ import torch
 from bascule.comm.agree import agree_on
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import ConfigError
-from bascule.generate.generating import load_pipeline
 from bascule.plan.requests import NEVER
-from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
+from bascule.serve.starting import dtype_of, start_engine, start_pipeline
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
@@ -35,13 +34,12 @@ def run_server(
         CommError: A rank is gone; requests that are not done stay in the spool.
     """
     world, has_ended = member_of(resolve(None), "world"), threading.Event()
-    dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     with ExitStack() as stack:
-        weights = ", ".join(filter(None, (options.model_name, options.variant, dtype)))
-        open_spool = partial(Spool, options.spool, weights)
+        # A request must not go on with other pixels.
+        open_spool = partial(Spool, options.spool, options.outputs_of(dtype_of(options, device)))
         spool = agree_on(world, lambda: open_spool() if world.rank == 0 else None, what=_START)
-        pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
-        engine = Engine(pipeline, timeout_s=options.timeout_s)
+        pipeline, num_groups = start_pipeline(options, device), options.guidance_ranks or 1
+        engine = start_engine(options, pipeline, num_groups)
 
         def open_door() -> Service | None:
             if engine.orders is None or spool is None:  # not on rank 0
@@ -50,15 +48,17 @@ def run_server(
 
             if "num_frames" in inspect.signature(pipeline.__call__).parameters:
                 load_av(f"--model {options.model}")  # refuses if it is not installed
-            degrees = options.degrees or [1 << k for k in range(world.size.bit_length())]
-            if max(degrees) > world.size:
-                raise ConfigError(f"--degrees {max(degrees)}: give at most the {world.size} ranks")
+            degrees = options.degrees or engine.degrees
+            if set(degrees) - set(engine.degrees):
+                asked, legal = (" ".join(map(str, many)) for many in (degrees, engine.degrees))
+                raise ConfigError(f"--degrees {asked}: requests have {legal} ranks here: give some")
             service = Service(
                 pipeline,
                 engine.orders,
                 spool,
                 policy=options.make_policy(degrees),
-                times=Times(pipeline, degrees),
+                times=Times(pipeline, degrees, num_groups, compiles=options.compile),
+                stays=engine.stays,
                 most_waiting=options.most_waiting,
                 fps=options.fps,
                 keep_days=NEVER if options.keep_days is None else options.keep_days,

@@ -34,10 +34,14 @@ class Times:
     at the nearest degree of this size, else over all sizes. An untried degree is assumed to be
     faster, so that it gets tried and a wrong prediction gets corrected. Predictions assume an H100
     by its datasheet, and nodes of LOCAL_WORLD_SIZE ranks (set by torchrun), else one node. Blocks
-    have one of `degrees` ranks, and `num_groups` guidance groups if they have as many ranks.
+    have one of `degrees` ranks, and `num_groups` guidance groups if they have as many ranks. With
+    `compiles`, the first step of a size and degree, which compiles, is left out.
     """
 
-    def __init__(self, pipeline: Any, degrees: Sequence[int], num_groups: int = 1) -> None:
+    def __init__(
+        self, pipeline: Any, degrees: Sequence[int], num_groups: int = 1, *, compiles: bool = False
+    ) -> None:
+        self._compiles = compiles
         config: Any = getattr(models_of(pipeline)[0], "config", None)
         layers = [getattr(config, f"num_{kind}layers", None) or 0 for kind in ("", "single_")]
         self._model: dict[str, int] = {
@@ -89,6 +93,9 @@ class Times:
         """Record measured seconds of a step; degree 0 stands for encoding and decoding."""
         if degree in (_ONCE, *self.step_s(size)):
             latest = self._measured.setdefault(size, {})
+            if self._compiles and degree != _ONCE and degree not in latest:
+                latest[degree] = deque(maxlen=_LATEST)
+                return
             latest.setdefault(degree, deque(maxlen=_LATEST)).append(max(seconds, 1e-6))
             self._correct(self._tables)
 
@@ -100,7 +107,7 @@ class Times:
 
     def _correct(self, sizes: Iterable[RequestSize]) -> None:
         ratios = {
-            size: {d: median(latest[d]) / self._predicted[size][d] for d in latest if d != _ONCE}
+            size: {d: median(x) / self._predicted[size][d] for d, x in latest.items() if d and x}
             for size, latest in self._measured.items()
         }
         usual = median([x for by_degree in ratios.values() for x in by_degree.values()] or [1.0])

@@ -5,7 +5,7 @@ OpenTelemetry's API exports them if the operator has set up an SDK; else its cal
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from bascule.plan.requests import Block
 from bascule.quantities import seconds
 from bascule.serve.orders import Event
 from bascule.serve.scheduling import Task
@@ -33,7 +34,8 @@ class Span:
 class Trace:
     """Spans of a request, one after the other, since it arrived or since the server started."""
 
-    def __init__(self, parent: Context | None = None) -> None:
+    def __init__(self, ranks_of: Callable[[Block], range], parent: Context | None = None) -> None:
+        self._ranks_of = ranks_of  # a block, which may count replicas
         self._parent = parent  # with the span of the client, if it has one
         self.spans = [Span("queue", time.monotonic())]
 
@@ -41,11 +43,11 @@ class Trace:
         """Note an event of the request; without one, it got ranks."""
         last = self.spans[-1]
         if event is None:
-            if task.at is not None and (ranks := tuple(task.at.ranks)) != last.ranks:
+            if task.at is not None and (ranks := tuple(self._ranks_of(task.at))) != last.ranks:
                 name = "encode" if task.last is None else "denoise"
                 self._begin(name, time.monotonic(), ranks)
             return
-        now_s, ranks = event.time, tuple(event.block.ranks)
+        now_s, ranks = event.time, tuple(self._ranks_of(event.block))
         match event.kind:
             case "step" | "boarded" if event.step == 0:
                 self._begin("denoise", now_s, ranks)

@@ -14,6 +14,7 @@ from bascule.errors import ConfigError
 from bascule.files import read_json_lines
 from bascule.machine.cluster import BagShape, HardwareProfile
 from bascule.machine.costs import TransformerCost
+from bascule.machine.mesh_choice import mesh_of_block
 from bascule.plan.requests import NEVER, Request
 from bascule.workload.tokens import TokenRule
 
@@ -24,19 +25,23 @@ _MOST_DEGREE = 8
 _CLASS = re.compile(r"(\d{1,7})x(\d{1,7})(?:x(\d{1,7}))?@(\d{1,7})(?:=(\d{1,7}(?:\.\d{1,7})?))?")
 
 
-def predicted(profile: HardwareProfile, cost: TransformerCost, passes: int = 1) -> Costs:
-    """Return the predicted costs of a model on nodes of eight ranks."""
+def predicted(
+    profile: HardwareProfile, cost: TransformerCost, passes: int = 1, num_groups: int = 1
+) -> Costs:
+    """Return the predicted costs of a model on nodes of eight ranks, with guidance groups."""
     cluster = profile.cluster(1, _MOST_DEGREE)
 
     def step(tokens: int) -> dict[int, float]:
         lens = np.array([tokens])
         seconds = dict[int, float]()
         for degree in (1, 2, 4, 8):
-            bag = BagShape.aligned(1, degree, _MOST_DEGREE)
+            mesh = mesh_of_block(degree, cost.num_heads or degree, num_groups)
+            bag = BagShape.aligned(mesh.ring, mesh.ulysses, _MOST_DEGREE)
             each = cluster.sequence_seconds(cost, bag, lens)
-            spread = float(np.sum(each.compute_s + each.heads_s)) / degree
+            spread = float(np.sum(each.compute_s + each.heads_s)) / bag.size
             once = float(np.sum(each.launch_s)) + cluster.host_seconds(cost, bag)
-            seconds[degree] = passes * (spread + once)
+            exchange = (profile.launch_s or 0.0) if mesh.guidance > 1 else 0.0
+            seconds[degree] = -(-passes // mesh.guidance) * (spread + once) + exchange
         return seconds
 
     return step
