@@ -30,7 +30,7 @@ MODULES = {
     "encoders": ("encoders", "tiles"),
     "vlm": ("vlm",),
     "serving": ("requests", "policies"),
-    "server": ("server",),
+    "server": ("server", "recovery"),
     "wire": ("ring", "quantize"),
     "plugins": ("plugins",),
 }

@@ -1,5 +1,12 @@
-"""Serve requests on 2 and 4 ranks by two policies, beside the simulator."""
+"""Serve requests on 2 and 4 ranks by two policies, beside the simulator; kill ranks."""
 
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -7,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request as Call
+from urllib.request import urlopen
 
 import numpy as np
 import torch
@@ -111,6 +120,118 @@ def _judge(name: str, result: Mapping[str, Any]) -> None:
     for figure, gain in result["gain"].items():
         is_met = gain["median"] >= LEAST_GAIN
         say(f"{name}, {figure}: least in flight takes {spread(gain)} of balanced", is_met)
+
+
+MOST_RECOVERY_S = 15.0
+STAGES = {  # what the server prints at the end of each; None: the old processes are gone
+    "notice": r"failed \(exitcode: -9\)",
+    "end the other ranks": None,
+    "import and meet": r"a rank ended: restart",
+    "load": r"loaded tiny in",
+    "make the engine": r"tiny at http",
+}
+
+
+def recovery(*, num_kills: int = 6, quick: bool = False) -> dict[str, Any]:
+    """Kill ranks of a server under load, and time until it serves again.
+
+    Three minutes. `bascule serve --model tiny --ranks 4` gets eight requests of 60 steps before
+    each kill. Every other kill strikes rank 0, which has the door. A kill is over when `/health`
+    answers with 200; the next one comes when all requests have ended.
+    """
+    kills, ids = list[dict[str, float]](), list[str]()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--model", TINY, "--ranks", "4", "--port", port, "--spool", folder]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bascule", "serve", *options, "--max-restarts", "99"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        lines = list[tuple[float, str]]()
+        threading.Thread(target=_note, args=(process, lines), daemon=True).start()
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _until(lambda: _answers(url))
+            for turn in range(2 if quick else num_kills):
+                for seed in range(8):
+                    settings = {"size": "64x64", "steps": 60, "seed": seed, "prompt": "a boat"}
+                    body = json.dumps(settings).encode()
+                    call = Call(f"{url}/v1/requests", body, {"Content-Type": "application/json"})
+                    with urlopen(call) as answer:
+                        ids.append(json.load(answer)["data"][0]["id"])
+                time.sleep(1.0)
+                rank = turn % 2 * (1 + turn % 3)
+                kills.append({"rank": rank, **_killed(process, rank, url, lines)})
+                _until(lambda: all(_state(url, name) in ("done", "failed") for name in ids))
+            states = [_state(url, name) for name in ids]
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            process.kill()
+    seconds = [kill["seconds"] for kill in kills]
+    for stage in STAGES:
+        say(f"{stage}: {np.median([kill[stage] for kill in kills]):.1f} s")
+    text = f"{np.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
+    say(f"serving again after a kill on 4 ranks: {text}", max(seconds) <= MOST_RECOVERY_S)
+    say(f"of {len(ids)} requests are done: {states.count('done')}")
+    return {"kills": kills, "states": states}
+
+
+def _note(process: "subprocess.Popen[str]", lines: list[tuple[float, str]]) -> None:
+    """Note when a server printed each line."""
+    for line in process.stdout or ():
+        lines.append((time.monotonic(), line))
+
+
+def _killed(
+    process: "subprocess.Popen[str]", rank: int, url: str, lines: list[tuple[float, str]]
+) -> dict[str, float]:
+    """Kill a rank; return the seconds of each stage until the server answers again, and of all."""
+    pids, first, at = _pids(process.pid), len(lines), time.monotonic()
+    os.kill(pids[rank], signal.SIGKILL)
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
+    ended = time.monotonic()
+    _until(lambda: _answers(url))
+    seconds, before = {"seconds": time.monotonic() - at}, at
+    for stage, pattern in STAGES.items():
+        found = [t for t, line in lines[first:] if pattern is not None and re.search(pattern, line)]
+        now = found[0] if found else ended
+        seconds[stage], before = now - before, now
+    return seconds
+
+
+def _pids(launcher: int) -> dict[int, int]:
+    """Return the processes of a launcher's ranks, by rank."""
+    pids = dict[int, int]()
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        pids |= {int(name[5:]): int(pid) for name in variables if name.startswith(b"RANK=")}
+    return pids
+
+
+def _until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError("the server did not do it in time")
+        time.sleep(0.01)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:  # also a refusal
+        return False
+
+
+def _state(url: str, request_id: str) -> str:
+    with urlopen(f"{url}/v1/requests/{request_id}") as answer:
+        return json.load(answer)["state"]
 
 
 # --- the pipelines --------------------------------------------------------------------------------

@@ -108,8 +108,16 @@ def test_images() -> None:
             "wrong": Asked({**LATENT, "nothing": 1}, Block(2, 1)),
             "picture": Asked({**IMAGE, "num_inference_steps": 1}, Block(3, 1)),
         },
+        {
+            "again": Asked(GUIDED, Block(0, 1), {5: "cancel"}),
+            "shared again": Asked(LATENT, Block(2, 2), {3: "cancel"}),
+        },
+        {
+            "again": Asked(GUIDED, Block(3, 1)),
+            "shared again": Asked(LATENT, Block(0, 2)),
+        },
     ]
-    served = run_ranks(serve, RANKS, partial(pipeline_of, TINY), scenes)[0]
+    served = run_ranks(serve_saving, RANKS, partial(pipeline_of, TINY), scenes)[0]
     check(
         served,
         {
@@ -126,6 +134,21 @@ def test_images() -> None:
     assert ends["wrong"] == ("failed", 0)
     assert "unexpected keyword argument 'nothing'" in served["wrong"].end.reason
     assert ends["picture"] == ("done", 1) and served["picture"].apart <= 1.001 / 255
+    check_again(served["again"], 4, Block(3, 1), 0.0)
+    check_again(served["shared again"], 2, Block(0, 2), 1e-5)
+
+
+def serve_saving(make: Any, scenes: list[dict[str, Asked]]) -> dict[str, Served]:
+    """Scenes, with a state of each request every two steps."""
+    return serve(make, scenes, save_every=2)
+
+
+def check_again(served: Served, step: int, block: Block, tolerance: float) -> None:
+    """A request that was cancelled went on from its last state, with the output of one process."""
+    kinds = [(event.kind, event.step) for event in served.events if event.kind != "moved"]
+    assert served.moves[0] == (step, block.first, block.degree)
+    assert kinds == [*(("step", k) for k in range(step + 1, STEPS + 1)), ("done", STEPS)]
+    assert served.apart <= tolerance
 
 
 @pytest.mark.some(1)
@@ -133,8 +156,12 @@ def test_images() -> None:
 @pytest.mark.slow
 def test_videos_by_schedulers_of_many_steps(scheduler: str) -> None:
     scenes = [moving({**VIDEO, "output_type": "latent"})[0], moving(VIDEO)[1]]
-    served = run_ranks(serve, RANKS, partial(pipeline_of, TINY_WAN, scheduler), scenes)[0]
+    again = {"output_type": "latent", **VIDEO}
+    scenes += [{"again": Asked(again, Block(1, 1), {5: "cancel"})}]
+    scenes += [{"again": Asked(again, Block(1, 1))}]
+    served = run_ranks(serve_saving, RANKS, partial(pipeline_of, TINY_WAN, scheduler), scenes)[0]
     check(served, {"grows": GROWN, "rests": RESTED})
+    check_again(served["again"], 4, Block(1, 1), 0.0)
 
 
 def tiled_pipeline() -> Any:

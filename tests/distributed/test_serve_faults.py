@@ -15,9 +15,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -70,6 +71,7 @@ class Job:
 
     process: subprocess.Popen[str]
     folder: Path
+    others: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
     url: str = ""
     lines: list[str] = field(default_factory=list[str])  # that it printed, also as errors
 
@@ -114,8 +116,8 @@ class Job:
     def until_running(self, request_id: str) -> None:
         self.until(lambda: self.row(request_id)["step"] > 0)
 
-    def ranks(self) -> dict[int, int]:
-        """Process ids by rank."""
+    def ranks(self, launcher: int | None = None) -> dict[int, int]:
+        """Process ids by rank, of the ranks of this launcher or another one."""
         pids = dict[int, int]()
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -124,7 +126,7 @@ class Job:
             except (OSError, IndexError):
                 continue
             rank = [one[5:] for one in variables if one.startswith("RANK=")]
-            if parent == self.process.pid and rank:
+            if parent == (launcher or self.process.pid) and rank:
                 pids[int(rank[0])] = int(path.name)
         return pids
 
@@ -148,8 +150,18 @@ def body(seed: int, side: int = 32, steps: int = 4, **more: Any) -> dict[str, An
 
 
 @contextmanager
-def started(folder: Path, *options: str, restless: bool = False, strike: str = "") -> Iterator[Job]:
-    """A server on the spool of a folder, until the block ends."""
+def started(
+    folder: Path,
+    *options: str,
+    restless: bool = False,
+    strike: str = "",
+    launcher: Sequence[str] = ("bascule",),
+    others: int = 0,
+) -> Iterator[Job]:
+    """A server on the spool of a folder, until the block ends; options stand over those here.
+
+    `others` counts further launchers of the same job.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(START)
     (folder / "struck").unlink(missing_ok=True)
@@ -159,18 +171,22 @@ def started(folder: Path, *options: str, restless: bool = False, strike: str = "
     variables |= {"OMP_NUM_THREADS": "1"}
     variables |= {"BASCULE_RESTLESS": "1"} if restless else {}
     variables |= {"BASCULE_STRIKE": strike} if strike else {}
-    words = [*options, "--port", "0", "--spool", str(folder / "spool")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bascule", *words, "--timeout-s", str(TIMEOUT_S)],
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    words = [options[0], "--port", "0", "--spool", str(folder / "spool"), "--max-restarts", "0"]
+    words = [sys.executable, "-m", *launcher, *words, "--timeout-s", str(TIMEOUT_S), *options[1:]]
+    process, *rest = (
+        subprocess.Popen(
+            words,
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(1 + others)
     )
-    job, lines = Job(process, folder), process.stdout
-    assert lines is not None
-    reader = threading.Thread(target=lambda: job.lines.extend(lines))
-    reader.start()
+    job = Job(process, folder, rest)
+    readers = [threading.Thread(target=read, args=(one, job.lines)) for one in (process, *rest)]
+    for reader in readers:
+        reader.start()
     try:
         job.until(lambda: re.search(r" at http://\S+, requests in ", job.text), 120)
         (job.url,) = re.findall(r" at (http://\S+), requests in ", job.text)
@@ -179,13 +195,21 @@ def started(folder: Path, *options: str, restless: bool = False, strike: str = "
         print(job.text)
         raise
     finally:
-        pids = job.ranks() if process.poll() is None else {}
-        for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
-        process.wait()
-        reader.join()
-        lines.close()
+        for one, reader in zip((process, *rest), readers, strict=True):
+            pids = job.ranks(one.pid) if one.poll() is None else {}
+            one.kill()  # first, lest it starts them again
+            for pid in pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            one.wait()
+            reader.join()
+
+
+def read(process: subprocess.Popen[str], lines: list[str]) -> None:
+    """Keep what a process prints, until it ends."""
+    assert process.stdout is not None
+    with process.stdout:
+        lines.extend(process.stdout)
 
 
 def on_disk(
@@ -425,6 +449,144 @@ def test_a_request_that_ends_its_ranks(tmp_path: Path) -> None:
     assert Counter(states.values()) == {"done": 3, "failed": 1}
 
 
+AGAIN = "serve", "--model", TINY, "--max-restarts", "9", "--save-every", "5", "--max-steps", "999"
+OWN = "bascule"
+TORCHRUN = "torch.distributed.run --nproc-per-node 4 --max-restarts 9 -m bascule"
+GONE = OSError, IndexError, ValueError  # nobody listens, or an answer was cut
+
+
+def kill(job: Job, rank: int) -> None:
+    """Kill a rank, and wait until the server is up again."""
+    before = job.ranks()
+    os.kill(before[rank], signal.SIGKILL)
+    job.until(lambda: not set(before.values()) & set(job.ranks().values()))
+    job.until(lambda: is_up(job), 120)
+
+
+def is_up(job: Job) -> bool:
+    try:
+        return job.ask("/health").status == 200
+    except GONE:
+        return False
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("launcher", [OWN, TORCHRUN], ids=["own", "torchrun"])
+@pytest.mark.slow
+def test_up_again_by_itself(tmp_path: Path, launcher: str) -> None:
+    """A rank is killed under load, and then the one with the door; the same job goes on.
+
+    Long requests go on from their states. A client that waits gets an error with the name of its
+    request, if rank 0 lives.
+    """
+    options = (*AGAIN, "--port", str(free_port()), *(("--ranks", "4") if launcher == OWN else ()))
+    with started(tmp_path, *options, launcher=launcher.split()) as job:
+        long, answers = job.submit([0, 1], steps=200, side=64), list[Answer]()
+        for one in long:
+            job.until((tmp_path / "spool" / "states" / f"{one}.state").exists)
+        waits = body(2, steps=200, side=64)
+        client = threading.Thread(
+            target=lambda: answers.append(job.ask("/v1/images/generations", waits))
+        )
+        client.start()
+        job.until(lambda: len(job.ask("/v1/requests").json["data"]) == 3)
+        ids = long + [job.submit([k], steps=25 * k, side=64)[0] for k in range(3, 9)]
+        kill(job, 2)
+        client.join()
+        (answer,) = answers
+        (asked,) = re.findall(r"request (\w{32}) resumes", answer.text)
+        assert (answer.status, answer.headers["x-should-retry"]) == (503, "false"), answer
+        fresh = ids[2:]
+        job.until(lambda: any(is_done(job, one) for one in fresh))
+        assert not any(job.row(one)["step"] for one in long)  # they run last, and alone
+        done = {one: output(job, one).stat().st_mtime_ns for one in fresh if is_done(job, one)}
+        kill(job, 0)
+        assert job.until_ended([*ids, asked]) == ["done"] * 9
+        assert {one: output(job, one).stat().st_mtime_ns for one in done} == done
+        if launcher == OWN:  # torchrun itself exits with 1
+            job.stop()
+    assert len(set(re.findall(r"request (\w+) goes on from its saved state", job.text))) >= 2
+    assert set(on_disk(tmp_path)[0]) == {*ids, asked}
+    assert not list((tmp_path / "spool" / "states").iterdir())
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
+    """Of any rank, also while ranks start; requests fail only if they ran at two deaths."""
+    random, ids, done = Random(seed), list[str](), dict[str, int]()
+    options = *AGAIN, "--port", str(free_port()), "--ranks", "4", "--save-every", "2"
+    options = *options, "--max-restarts", "99"
+    with started(tmp_path, *options, restless=True) as job:
+        for nth in range(12):
+            end = time.monotonic() + random.uniform(0.0, 5.0 if nth % 3 else 25.0)
+            while time.monotonic() < end:
+                with suppress(*GONE):
+                    sizes = random.choice((32, 64)), random.choice((3, 12, 40))
+                    answer = job.ask("/v1/requests", body(len(ids), *sizes))
+                    ids += [answer.json["data"][0]["id"]] if answer.status == 202 else []
+                    for one in [one for one in ids if one not in done and is_done(job, one)]:
+                        done[one] = output(job, one).stat().st_mtime_ns
+                time.sleep(0.3)
+            if pids := job.ranks():
+                os.kill(random.choice(list(pids.values())), signal.SIGKILL)
+        job.until(lambda: is_up(job), 120)
+        states = dict(zip(ids, job.until_ended(ids, 300), strict=True))
+        reasons = [job.row(one)["reason"] for one in ids if states[one] == "failed"]
+        assert all(reason.startswith("its ranks ended 2 times") for reason in reasons), reasons
+        assert {one: output(job, one).stat().st_mtime_ns for one in done} == done
+        job.stop()
+    print(Counter(states.values()), job.text.count("goes on from its saved state"))
+    on_spool, _ = on_disk(tmp_path)
+    assert set(states.values()) <= {"done", "failed"} and states.items() <= on_spool.items()
+    assert not list((tmp_path / "spool" / "states").iterdir())
+
+
+@pytest.mark.stress
+def test_a_node_that_is_gone(tmp_path: Path) -> None:
+    """Two launchers of torch are two nodes; the one that is left goes on with its two ranks.
+
+    So does a new start with one rank.
+    """
+    meeting, words = free_port(), (*AGAIN, "--port", str(free_port()))
+    nodes = "torch.distributed.run --nnodes 1:2 --nproc-per-node 2 "
+    nodes += f"--rdzv-endpoint 127.0.0.1:{meeting}"
+    nodes += " --rdzv-backend c10d --rdzv-id a --rdzv-conf last_call_timeout=5 --max-restarts 99"
+    launcher = (*nodes.split(), "-m", "bascule")
+    with started(tmp_path, *words, launcher=launcher, others=1) as job:
+        (other,) = job.others
+        if meeting in listening([other.pid]):  # where launchers meet must stay
+            job.process, other = other, job.process
+        assert len(job.ranks()) == 2 and job.ask("/v1/requests").json["num_ranks"] == 4
+        ids = job.submit(range(6), steps=150, side=64)
+        job.until(lambda: any(job.row(one)["step"] for one in ids))
+        pids = [other.pid, *job.ranks(other.pid).values()]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        job.until(lambda: is_up(job) and job.ask("/v1/requests").json["num_ranks"] == 2, 200)
+        job.until(lambda: any(is_done(job, one) for one in ids))
+        assert set(job.until_ended(ids)) == {"done"}
+        ids += job.submit([6], steps=150, side=64)
+    with started(tmp_path, *AGAIN, "--ranks", "1") as job:
+        assert set(job.until_ended(ids)) == {"done"}
+        job.stop()
+    assert set(on_disk(tmp_path)[0]) == set(ids)
+
+
+def is_done(job: Job, request_id: str) -> bool:
+    return job.row(request_id)["state"] == "done"
+
+
+def output(job: Job, request_id: str) -> Path:
+    return job.folder / "spool" / "outputs" / f"{request_id}.png"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
 @pytest.mark.stress
 def test_a_rank_that_stands_still_is_named_at_last(tmp_path: Path) -> None:
     with started(tmp_path, *COMMAND) as job:
@@ -447,7 +609,7 @@ def test_a_stop_during_steps(tmp_path: Path, number: signal.Signals, model: str)
         ids = job.submit(range(6), steps=60, side=64, **videos)
         job.until_running(ids[1])
         with pytest.raises(AssertionError, match="another server uses it"):
-            with started(tmp_path, *command):
+            with started(tmp_path, *command, "--max-restarts", "9"):  # once is enough
                 pass
         job.stop(number)
     with started(tmp_path, *command) as job:
@@ -493,9 +655,7 @@ def test_the_guide_behind_nginx(tmp_path: Path) -> None:
     """Links have the name and port that the client knows; events come while the request runs."""
     openai: Any = pytest.importorskip("openai")
     (place,) = (one.text for one in blocks_of("docs/serve.md") if "proxy_pass" in one.text)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        front = f"localhost:{one.getsockname()[1]}"
+    front = f"localhost:{free_port()}"
     key, path = "a key of twenty characters", tmp_path / "nginx.conf"
     headers = {"Authorization": f"Bearer {key}"}
     (tmp_path / "key").write_text(key)

@@ -112,27 +112,37 @@ class Untaught(Times):
         """Forget it."""
 
 
-def task_of(name: str, number: int, arguments: dict[str, Any]) -> Task:
-    """A task by its arguments, whose number is its seed."""
+def task_of(name: str, number: int, arguments: dict[str, Any], saved: Tensor | None = None) -> Task:
+    """A task by its arguments or its saved state, whose number is its seed."""
     request = Request(step_s={1: 4.0, 2: 2.0, 4: 1.0}, steps=arguments["num_inference_steps"])
-    facts: dict[str, Any] = {"id": name, "size": RequestSize(1, 1), "arguments": lambda: arguments}
+    facts: dict[str, Any] = {"id": name, "size": RequestSize(1, 1)}
+    facts["arguments"] = lambda: arguments if saved is None else saved
     prompt = Prompt(prompt="", seed=number)
     return Task(number, request, request.steps, prompt=prompt, **facts)
 
 
-def play(orders: Orders, asked: dict[str, Asked]) -> dict[str, Served]:
-    """Let requests do what their scripts say, and return what happened."""
+def play(
+    orders: Orders, asked: dict[str, Asked], saved: dict[str, Tensor] | None = None
+) -> dict[str, Served]:
+    """Let requests do what their scripts say, and return what happened.
+
+    `saved` has the states of earlier requests, from which those of the same name go on.
+    """
+    saved = {} if saved is None else saved
     policy = Scripted()
     scheduler = Scheduler(orders, policy, Untaught())
     served = {name: Served([]) for name in asked}
     for seed, (name, one) in enumerate(asked.items()):
         policy.wanted[name] = one.block
-        scheduler.add(task_of(name, seed, one.arguments))
+        scheduler.add(task_of(name, seed, one.arguments, saved.get(name)))
     scheduler.decide()
     while scheduler.tasks:
         event = orders.events.get(timeout=100)
         assert event.kind != "ended", event.reason
         task, script = scheduler.tasks[event.request_id], asked[event.request_id].script
+        if event.kind == "saved":
+            saved[task.id] = event.output
+            continue
         served[task.id].events.append(event)
         scheduler.handle(event)
         wanted = script.get(event.step if event.kind == "step" else event.kind)
@@ -165,12 +175,12 @@ def serve(
     """Play scenes one after the other, on all ranks; rank 0 returns what happened."""
     torch.set_num_threads(1)
     engine = Patient(make(), **ways)
-    served, errors = dict[str, Served](), list[Exception]()
+    served, saved, errors = dict[str, Served](), dict[str, Tensor](), list[Exception]()
 
     def schedule(orders: Orders) -> None:
         try:
             for asked in scenes:
-                served.update(play(orders, asked))
+                served.update(play(orders, asked, saved))
             orders.stop()
         except Exception as error:
             errors.append(error)
@@ -182,14 +192,14 @@ def serve(
     engine.run()
     if orders is not None:
         assert orders.events.get(timeout=60).kind == "ended"
-        for asked in scenes:
-            for seed, (name, one) in enumerate(asked.items()):
-                if served[name].end.kind == "done":  # each alone: pipelines may keep values
-                    served[name] = compared(served[name], make(), one.arguments, seed)
+        last = {name: (one, k) for asked in scenes for k, (name, one) in enumerate(asked.items())}
+        for name, (one, seed) in last.items():
+            if served[name].end.kind == "done":  # each alone: pipelines may keep values
+                served[name] = compared(served[name], make(), one.arguments, seed)
     return served
 
 
-def compared(served: Served, pipeline: Any, arguments: dict[str, Any], seed: int) -> Served:
+def compared(served: Served, pipeline: Any, arguments: Any, seed: int) -> Served:
     """Compare an output with that of one process, and leave it out."""
     generator = torch.Generator().manual_seed(seed)
     wanted = pipeline(**arguments, generator=generator, return_dict=False)[0]

@@ -1,13 +1,21 @@
 """Local ranks: how many there are, where they meet, and what is said of one that fails."""
 
 import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from bascule.cli import launch
@@ -74,3 +82,44 @@ def test_what_a_failed_rank_says_of_another_stands_at_last(
     with pytest.raises(kind) as raised:
         launch.result_of_ranks(2, ["doctor"])
     assert str(raised.value) == text
+
+
+def test_ranks_that_refuse_to_start_do_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exit with 0, and leave a note."""
+
+    def main(arguments: list[str]) -> None:
+        assert dict(pairwise(arguments))["--max-restarts"] == "3"
+        Path(os.environ["BASCULE_RESULT_TO"]).with_name("refused").write_text("--spool a: full")
+
+    monkeypatch.setattr(launch.run, "main", main)
+    with pytest.raises(ConfigError, match=r"^--spool a: full$"):
+        launch.result_of_ranks(2, ["serve"], 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_ranks_are_ready_ends_them_at_once(number: signal.Signals) -> None:
+    with launch.forwarding_stops():
+        Path(os.environ["BASCULE_PIDS_IN"], "0.99999999").touch()  # of one that is gone
+        with pytest.raises(SignalException) as raised:
+            signal.raise_signal(number)
+    assert raised.value.sigval == number
+
+
+def test_each_start_of_the_ranks_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store that has the keys of an earlier start."""
+    shared, timeout = HashStore(), timedelta(seconds=30)
+    place = threading.local()
+    monkeypatch.setattr(launch.dist, "rendezvous", lambda *_, **__: iter([(shared, place.rank, 3)]))
+
+    def meet(rank: int) -> Any:
+        place.rank = rank
+        found = launch._meeting(timeout)
+        assert not found["store"].check([f"{rank}"])
+        found["store"].set(f"{rank}", "here")
+        return found
+
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            ranks = list(pool.map(meet, range(3)))
+        assert [(found["rank"], found["world_size"]) for found in ranks] == [(0, 3), (1, 3), (2, 3)]
+        assert all(found["store"].check(["0", "1", "2"]) for found in ranks)

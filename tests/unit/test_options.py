@@ -101,7 +101,7 @@ TESTS = {  # files whose tests set the options of commands with ranks, and look 
     "bench": "test_bench.py test_bench_loader.py test_encoder_stages.py test_cli.py",
     "generate": "test_generate_command.py test_generation.py",
     "serve": "test_service.py test_service_turns.py test_door.py test_serve_engine.py serving.py "
-    "test_serve_options.py test_advise.py",
+    "test_serve_faults.py test_serve_options.py test_advise.py",
     "doctor": "test_doctor.py test_doctor_ranks.py",
     "calibrate": "test_calibrate_ranks.py test_calibrate_blocks.py test_calibration.py",
 }

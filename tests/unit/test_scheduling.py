@@ -33,7 +33,7 @@ class Obedient(Orders):
     def drop(self, ticket: Ticket) -> None:
         """Hold no states."""
 
-    def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
+    def keep(self, request_id: str, arguments: Any, seed: int) -> Ticket:
         del arguments, seed
         return Ticket(0, request_id, 0)
 
@@ -222,6 +222,7 @@ def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatc
         send=lambda *_, what, seconds, **__: reports.append((what, seconds)) or passing(0.25)
     )
     engine._mail, engine._pipeline, engine._shares_tiles = said, SimpleNamespace(), True
+    engine._save_every = 0
     for name, result in {"_leads": True, "_synchronize": None, "_release": None}.items():
         monkeypatch.setattr(Engine, name, lambda *_, result=result: result)
     monkeypatch.setattr(Engine, "_meet", lambda _, __, decision: passing(1.0, decision))

@@ -37,9 +37,11 @@ class Ranks(Orders):
     def __init__(self) -> None:
         self.num_ranks, self.events = RANKS, queue.SimpleQueue[Event]()
         self.running, self.is_alive = dict[str, Block](), True
+        self.begun = dict[str, dict[str, Any] | torch.Tensor]()  # what requests began with
 
-    def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
-        del arguments, seed
+    def keep(self, request_id: str, arguments: dict[str, Any] | torch.Tensor, seed: int) -> Ticket:
+        del seed
+        self.begun[request_id] = arguments
         return Ticket(0, request_id, 0)
 
     def run(self, request_id: str, block: Block, ticket: Ticket) -> None:
@@ -137,6 +139,42 @@ def test_a_request_that_ends_its_ranks_fails_and_all_others_are_done(tmp_path: P
     assert lives[2] == [["beside"]]
     assert states == {"deadly": "failed", "beside": "done", "good 1": "done", "good 2": "done"}
     assert reason.startswith("its ranks ended 2 times while it ran, at last alone: see why")
+
+
+def test_a_request_goes_on_from_its_saved_state(tmp_path: Path) -> None:
+    """The newest one, by the same version; one that ends while its state is written leaves none."""
+    states, bits, written = tmp_path / "states", torch.arange(16, dtype=torch.uint8), list[str]()
+    with serving(tmp_path, reason="rank 1 is gone", saved_by="us") as (service, ranks):
+        ids = ask(service, "long", "short")
+        until(lambda: len(ranks.running) == 2)
+        write, goes_on = service._spool.save, threading.Event()
+
+        def slow(request_id: str, *state: Any) -> None:
+            assert goes_on.wait(60)
+            written.append(request_id)
+            write(request_id, *state)
+
+        with mock.patch.object(service._spool, "save", slow):
+            for name, state in (("short", bits), ("long", bits + 1), ("long", bits)):
+                block = ranks.running[ids[name]]
+                ranks.events.put(Event("saved", ids[name], 0.0, block, output=state))
+            until(lambda: service._states.keys() == {ids["long"]})
+            ranks.events.put(Event("asked", "", 0.0, Block(0, RANKS)))
+            until(ranks.events.empty)
+            service.cancel(ids["short"])
+            goes_on.set()
+            service._jobs.writer.submit(int).result()
+        assert written == [ids["short"], ids["long"]]
+        assert [path.stem for path in states.iterdir()] == [ids["long"]]
+    for saved_by in ("us", "others"):
+        with serving(tmp_path, saved_by=saved_by) as (service, ranks):
+            until(lambda ranks=ranks: ranks.running)
+            begun = ranks.begun[ids["long"]]
+            assert list(ranks.running) == [ids["long"]]
+            if saved_by == "us":
+                assert isinstance(begun, torch.Tensor) and torch.equal(begun, bits)
+            else:
+                assert isinstance(begun, dict) and begun["prompt"] == "long"
 
 
 def test_a_stop_and_a_loss_of_power_count_against_nobody(tmp_path: Path) -> None:

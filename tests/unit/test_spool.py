@@ -8,8 +8,10 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
@@ -113,7 +115,7 @@ def test_only_this_user_reads_a_spool_and_no_link_leads_out_of_it(tmp_path: Path
         os.umask(before)
     folder = tmp_path / "a" / "spool"
     modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
-    assert modes.pop("spool") == modes.pop("outputs") == 0o700
+    assert modes.pop("spool") == modes.pop("outputs") == modes.pop("states") == 0o700
     assert len(modes) == 4 and set(modes.values()) == {0o600}, modes
     spool.close()
     victim = tmp_path / "victim"
@@ -125,6 +127,40 @@ def test_only_this_user_reads_a_spool_and_no_link_leads_out_of_it(tmp_path: Path
         with pytest.raises(ConfigError, match=f"{name}: it is a link: repair it, or give another"):
             Spool(tmp_path / name / "of", "one")
         assert victim.stat().st_size == size
+
+
+def test_states_are_those_of_requests_that_wait_and_of_the_same_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, bits = tmp_path / "states", torch.arange(200, dtype=torch.uint8)
+    spool = Spool(tmp_path, "one")
+    spool.add([entry("a"), entry("b"), entry("c"), entry("d")])
+    assert spool.saved("a", "us") is None
+    for name in "abcde":
+        spool.save(name, bits.flip(0), "us")
+        spool.save(name, bits, "us")
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    spool.end(ended(entry("a")))
+    with mock.patch.object(Path, "replace", side_effect=OSError(28, "No space left on device")):
+        with pytest.raises(OSError, match="No space"):
+            spool.save("b", bits.flip(0), "us")
+    (folder / "b.new").touch()  # as a kill leaves it
+    spool.close()
+    spool = Spool(tmp_path, "one")
+    assert sorted(path.name for path in folder.iterdir()) == ["b.state", "c.state", "d.state"]
+    found = spool.saved("b", "us")
+    assert found is not None and torch.equal(found, bits) and found.data_ptr() % 16 == 0
+    content = bytearray((folder / "c.state").read_bytes())
+    content[-7] ^= 1
+    (folder / "c.state").write_bytes(content)
+    assert spool.saved("c", "us") is None and spool.saved("d", "others") is None
+    assert "request c: its saved state cannot be used, so it starts from the" in caplog.text
+    assert "it is damaged" in caplog.text and "us made it, this is others" in caplog.text
+    for damaged in (b"", b"\n", b"[]\nx", b"{}\nx", b"\xff\nx", bytes(content[:-1])):
+        (folder / "b.state").write_bytes(damaged)
+        assert spool.saved("b", "us") is None
+    assert not list(folder.iterdir())  # what cannot be used is removed
+    spool.close()
 
 
 def change(folder: Path, *statements: str) -> None:

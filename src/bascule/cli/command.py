@@ -69,11 +69,13 @@ def on_ranks(
     work: "Callable[[torch.device], Any]",
     finish: Callable[[Any], int | None],
     prepare: Callable[[int], None] | None = None,
+    max_restarts: int = 0,
 ) -> int | None:
     """Run `work` on all ranks of this job, or on ranks launched here; return `finish`'s status.
 
     `prepare` gets the number of ranks before they start. `finish` gets rank 0's result, which must
-    be JSON. It runs in the process of the user's command: the launcher, or rank 0 of a job.
+    be JSON. It runs in the process of the user's command: the launcher, or rank 0 of a job. Ranks
+    launched here start again if one dies, `max_restarts` times at most.
     """
     from bascule.cli import launch
 
@@ -81,7 +83,7 @@ def on_ranks(
         num_ranks = launch.num_ranks_here(options.ranks)
         if prepare is not None:
             prepare(num_ranks)
-        return finish(json.loads(launch.result_of_ranks(num_ranks, arguments)))
+        return finish(json.loads(launch.result_of_ranks(num_ranks, arguments, max_restarts)))
     from bascule.comm.agree import agree
     from bascule.comm.groups import member_of, resolve
 

@@ -7,23 +7,27 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore, run  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore, run  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from bascule.errors import CommError, ConfigError
+from bascule.errors import CommError, ConfigError, RemoteConfigError
 
 USER_ERROR = 2  # exit code
 _PIDS_IN = "BASCULE_PIDS_IN"  # environment variable: folder of the local ranks' process ids
 _RESULT_TO = "BASCULE_RESULT_TO"  # environment variable: file for the result of rank 0
 _STOP = "stop"  # file in the folder of process ids
+_REFUSED = "refused"  # file beside the result: why ranks refused to start, with exit code 0
 _SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # torchrun handles these
 _HOST = "127.0.0.1"
 _DEFAULTS = signal.SIG_DFL, signal.default_int_handler
@@ -58,10 +62,11 @@ def _num_cores() -> int:
     return len(cores)
 
 
-def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
+def result_of_ranks(num_ranks: int, arguments: list[str], max_restarts: int = 0) -> str:
     """Run `python -m bascule.cli ARGUMENTS` in local ranks; return the result of rank 0.
 
-    The ranks connect over loopback only, because torch's store asks for no password.
+    If a rank dies, torch's launcher starts all of them again, `max_restarts` times at most. The
+    ranks connect over loopback only, because torch's store asks for no password.
     """
     print(f"starting {num_ranks} ranks ..", file=sys.stderr, flush=True)
     # Unset, torchrun would choose 1 and warn.
@@ -81,6 +86,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
         master_listen_fd=listening.detach(),
     )
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", _HOST]
+    launcher += ["--max-restarts", str(max_restarts)]
     names = [number.name for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
     # Under nohup in a script there may be none, and torchrun would warn of an empty list.
     launcher += ["--signals-to-handle", ",".join(names) or signal.SIGUSR2.name]
@@ -100,6 +106,8 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
             raise kind(f"rank {rank} {text}") from error
         finally:
             del os.environ[_RESULT_TO]
+        if (refusal := path.with_name(_REFUSED)).exists() and not path.exists():
+            raise ConfigError(refusal.read_text(encoding="utf-8"))
         return path.read_text(encoding="utf-8")
 
 
@@ -121,13 +129,21 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
         handler.setLevel(logging.INFO)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logging.getLogger("bascule.comm.failures").setLevel(logging.CRITICAL)  # `main` prints errors
+    if (nth := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        logging.getLogger("bascule").info("a rank ended: restart %s of at most %s", nth, most)
+    result = os.environ.get(_RESULT_TO)
+    note = None if result is None else Path(result).with_name(os.environ["RANK"])
+    if note is not None:
+        note.unlink(missing_ok=True)  # of a rank before a restart
     device, backend = torch.device("cpu"), "gloo"
     if device_type() == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout, **_meeting(timeout))
     except dist.DistError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         what = f"the ranks of this job did not meet within {timeout_s:g} s: {reason}"
@@ -135,12 +151,42 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
         raise CommError(f"{what}: {advice}") from error
     try:
         yield device
-    except CommError as error:
-        if (path := os.environ.get(_RESULT_TO)) is not None:
-            Path(path).with_name(os.environ["RANK"]).write_text(str(error), encoding="utf-8")
-        raise
+    except (CommError, ConfigError) as error:
+        if note is not None and isinstance(error, CommError):
+            note.write_text(str(error), encoding="utf-8")
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if note is None or restarts == "0" or not isinstance(error, ConfigError):
+            raise
+        if not isinstance(error, RemoteConfigError):  # which quotes another rank
+            note.with_name(_REFUSED).write_text(str(error), encoding="utf-8")
+        raise SystemExit(0) from None  # else the launcher would start the ranks again, in vain
     finally:
         dist.destroy_process_group()
+
+
+def _meeting(timeout: timedelta) -> dict[str, Any]:
+    """Return this rank, the number of ranks, and a store with the keys of this start alone.
+
+    A launcher that starts ranks again keeps its store, with the addresses of ranks that are gone.
+    Neither it nor the environment has a name for the start that is the same on all nodes, so each
+    rank tells a name of its own, and rank 0 answers with the name for all.
+    """
+    starts = dist.rendezvous("env://", timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
+    store, rank, num_ranks = next(starts)
+    store.set_timeout(timeout)
+    name, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"bascule/came/{rank}", name)
+        name = store.get(f"bascule/start/{name}").decode()
+        store.set(f"bascule/{name}/{rank}", "")
+    for other in range(1, num_ranks if rank == 0 else 1):
+        came, there = f"bascule/came/{other}", f"bascule/{name}/{other}"
+        while time.monotonic() < end and not store.check([there]):
+            if store.check([came]):  # perhaps of an earlier start, which harms nobody
+                store.set(f"bascule/start/{store.get(came).decode()}", name)
+            time.sleep(0.01)
+        store.wait([there], timedelta(seconds=1.0))
+    return {"store": PrefixStore(name, store), "rank": rank, "world_size": num_ranks}
 
 
 @contextmanager
@@ -161,14 +207,21 @@ def stopping_quietly() -> AbstractContextManager[None]:
 
 @contextmanager
 def forwarding_stops() -> Iterator[None]:
-    """Forward SIGINT and SIGTERM to the ranks launched within: torch would kill them after 30 s."""
+    """Forward SIGINT and SIGTERM to the ranks launched within: torch would kill them after 30 s.
+
+    While no rank is ready, torch kills them at once.
+    """
     with tempfile.TemporaryDirectory() as folder:
 
-        def forward(*_: object) -> None:
+        def forward(number: int, _: object) -> None:
             Path(folder, _STOP).touch()
-            for pid in (path.name for path in Path(folder).iterdir() if path.name != _STOP):
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGTERM)
+            num_told = 0
+            for path in Path(folder).glob("*.*"):
+                with suppress(ProcessLookupError):  # it is gone, and starts again
+                    os.kill(int(path.suffix[1:]), signal.SIGTERM)
+                    num_told += 1
+            if not num_told:
+                raise SignalException("stopped before the ranks were ready", signal.Signals(number))
 
         os.environ[_PIDS_IN] = folder
         try:
@@ -184,7 +237,9 @@ def stop_asked() -> Iterator[Callable[[], bool]]:
     asked, launcher, folder = threading.Event(), os.getppid(), os.environ.get(_PIDS_IN)
     with _on_stops(lambda *_: asked.set()):
         if folder is not None:
-            Path(folder, str(os.getpid())).touch()
+            for path in Path(folder).glob(f"{os.environ['RANK']}.*"):  # from before a restart
+                path.unlink()
+            Path(folder, f"{os.environ['RANK']}.{os.getpid()}").touch()
             if Path(folder, _STOP).exists():
                 asked.set()
         yield lambda: asked.is_set() or (folder is not None and os.getppid() != launcher)

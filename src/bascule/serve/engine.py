@@ -108,6 +108,7 @@ class Engine:
         comm_dtype: Sends attention's rows in 8 bits, as in `parallelize`.
         compiles: True compiles the transformers, for each degree.
         shares_tiles: True lets all ranks of a request stay to decode the tiles of its VAE.
+        save_every: Steps between two events "saved" of a request; 0 for none.
 
     Attributes:
         stays: Whether requests keep their ranks, because a cache has results of their steps.
@@ -131,6 +132,7 @@ class Engine:
         comm_dtype: CommDtype | None = None,
         compiles: bool = False,
         shares_tiles: bool = False,
+        save_every: int = 0,
     ) -> None:
         world = member_of(resolve(None), "world")
         attention = AttentionOptions(None, None, comm_dtype)
@@ -139,6 +141,7 @@ class Engine:
         request = agree_on(group, ask, Request.settings, what="the start of an engine")
         self._pipeline, self._rank, ranks = pipeline, world.rank, range(world.size)
         self._sparse, self._compiles, self._shares_tiles = sparse, compiles, shares_tiles
+        self._save_every = save_every
         pipeline.set_progress_bar_config(disable=True)
         self._device = execution_device(pipeline, request.models[0])
         self.stays = bool(_caches_in(request.models))
@@ -359,6 +362,11 @@ class Engine:
             self._synchronize()
             since = time.perf_counter()
             self._report(run, "step")
+            is_due = self._save_every > 0 and run.num_done % self._save_every == 0
+            if is_due and 0 < run.num_done != self._num_steps:
+                with suppress(ConfigError):  # its state cannot travel
+                    saved = self._post.keep(self._state(run, carried))
+                    self._report(run, "saved", ticket=saved)
             run.since = since  # the next step's seconds contain this report and agreement
             decision, ticket = self._decide(run, carried)
         action, first, degree = self._meet(run, decision).tolist()

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty
 from typing import Any
 
+from torch import Tensor
+
 from bascule.serve.orders import Event
 from bascule.serve.scheduling import Scheduler, Task
 
@@ -24,6 +26,9 @@ class Sink(ABC):
     @abstractmethod
     def changed(self, task: Task, event: Event | None) -> None:
         """Handle a changed task; without an event, the task got ranks."""
+
+    def saved(self, task: Task, packed: Tensor) -> None:  # noqa: B027 - optional
+        """Handle a copy of a running task's state."""
 
     @abstractmethod
     def write(self, task: Task, output: Any) -> str | None:
@@ -90,6 +95,10 @@ class Jobs:
                 self._scheduler.remove(task)
                 self._sink.ended(task, "failed" if reason else "done", reason)
             return True
+        if event.kind == "saved":
+            if not task.is_cancelled:
+                self._sink.saved(task, event.output)
+            return False
         asks = self._scheduler.handle(event)
         if not task.is_cancelled:
             if event.kind == "done":

@@ -26,11 +26,14 @@ class ServeOptions(Outputs, EngineOptions):
 
     Attributes:
         host: Address to listen at. If other machines can reach it, --api-key-file is required.
-        port: Port to listen at; 0 for a free one.
+        port: Port to listen at; 0 for a free one, which changes if the ranks start again.
         api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
         spool: Folder of requests and results; one server at a time.
         keep_days: Days after which ended requests are removed, with their outputs. Default: never.
         keep_gb: GB of outputs to keep, the latest ones. Default: all.
+        save_every: Denoising steps between two savings of a running request, from which it goes on
+            after a crash; 0 for none.
+        max_restarts: How often all ranks start again because one died.
         most_waiting: Most requests that may wait; the server refuses more.
         max_pixels: Most pixels of an output's frame, and of a picture that a client sends.
         max_frames: Most frames of a video.
@@ -58,6 +61,8 @@ class ServeOptions(Outputs, EngineOptions):
     spool: Annotated[Path, NewFolder(), Group("Spool")] = Path("results/serve")
     keep_days: Annotated[float | None, Range(0.01, 1e5)] = None
     keep_gb: Annotated[float | None, Range(0.001, 1e6)] = None
+    save_every: Annotated[int, Range(0, 10**4)] = 10
+    max_restarts: Annotated[int, Range(0, 10**4)] = 10
     most_waiting: Annotated[int, Range(1, 10**5)] = 1000
     max_pixels: Annotated[int, Range(1, 2**30), Group("Limits of a request")] = 2**22
     max_frames: Annotated[int, Range(1, 10**4)] = 257

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bascule.plan.requests import Block
-from bascule.serve.post import Mail, Message, Post, Ticket
+from bascule.serve.post import Mail, Message, Post, Ticket, unpack
 
 _HOST = torch.device("cpu")
 
@@ -20,8 +21,9 @@ class Event:
     Its kind is "step": `step` steps are done (0: its prompts are encoded), and the request may
     change ranks. "halted": it waits for an order. "moved": it continues on `block`. "paused":
     `ticket` is its state. "cancelled". "done": `output` is there. "failed": for `reason`.
-    "refused": it could not move or pause, for `reason`, and continues. "ended": the engine ended,
-    by an error if there is a `reason`. Rank 0 itself queues "asked" and "written".
+    "refused": it could not move or pause, for `reason`, and continues. "saved": `output` is a copy
+    of its state, packed. "ended": the engine ended, by an error if there is a `reason`. Rank 0
+    itself queues "asked" and "written".
     """
 
     kind: str
@@ -33,7 +35,7 @@ class Event:
     # Of the step or the encoding; "moved": the first rank's wait for others; "done": the decoding.
     seconds: float = 0.0
     reason: str = ""  # for people to read
-    output: Any = None  # the pipeline's first: PIL images, frames, arrays or tensors
+    output: Any = None  # the pipeline's first: PIL images, frames, arrays or tensors; or a state
     ticket: Ticket | None = None  # of a paused request's state
 
 
@@ -53,8 +55,13 @@ class Orders:
         self.events = queue.SimpleQueue[Event]()  # in the order in which rank 0 got them
         post.on_event = self._hear
 
-    def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
-        """Store a new request and return its ticket; ConfigError if an argument cannot be sent."""
+    def keep(self, request_id: str, arguments: dict[str, Any] | Tensor, seed: int) -> Ticket:
+        """Store a request and return its ticket; ConfigError if an argument cannot be sent.
+
+        A new one by its arguments; a saved one by its packed state, which has all.
+        """
+        if isinstance(arguments, Tensor):
+            return self._post.keep_packed(arguments)
         item = {"id": request_id, "arguments": arguments, "seed": seed, "state": None}
         return self._post.keep(item)
 
@@ -107,8 +114,9 @@ class Orders:
         """Queue the event of a message, in the thread of the post."""
         now, kind, output = time.monotonic(), message["what"], None
         ticket = Ticket(*message["ticket"]) if message.get("ticket") else None
-        if kind == "done" and ticket is not None:
-            output = self._post.fetch(mail, ticket, _HOST, "result")
+        if kind in ("done", "saved") and ticket is not None:
+            output = self._post.fetch_packed(mail, ticket, "result")
+            output = unpack(output, _HOST) if kind == "done" else output
             self._post.drop(mail, ticket)
             ticket = None
         facts = {name: message[name] for name in ("step", "num_steps", "seconds")}

@@ -119,18 +119,26 @@ class Post:
 
     def keep(self, item: Any) -> Ticket:
         """Store a copy of an item on the host; ConfigError if something in it cannot be sent."""
-        packed, key = pack(item), str(next(self._numbers))
+        return self.keep_packed(pack(item))
+
+    def keep_packed(self, packed: Tensor) -> Ticket:
+        """Store a packed item."""
+        key = str(next(self._numbers))
         self._items[key] = packed
         return Ticket(self._rank, key, packed.numel())
 
     def fetch(self, mail: Mail, ticket: Ticket, device: torch.device, name: str = "state") -> Any:
         """Fetch an item from its rank. Each fetching thread of a rank needs its own `name`."""
+        return unpack(self.fetch_packed(mail, ticket, name), device)
+
+    def fetch_packed(self, mail: Mail, ticket: Ticket, name: str) -> Tensor:
+        """Fetch an item as its bytes."""
         if ticket.holder == self._rank:
-            return unpack(self._items[ticket.key], device)
+            return self._items[ticket.key]
         mail.send(ticket.holder, "fetch", key=ticket.key, to=self._rank, name=name)
         received = torch.empty(ticket.num_bytes, dtype=torch.uint8)
         Transfers(self._pair(name, ticket.holder, self._rank), name, {}, {0: received}).wait()
-        return unpack(received, device)
+        return received
 
     def drop(self, mail: Mail, ticket: Ticket) -> None:
         """Let the rank that stores an item drop it, after all have fetched it."""

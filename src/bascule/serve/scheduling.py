@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from bascule.data.slow_rank import NO_TIMES, STEP_S, Pace
 from bascule.generate.options import Prompt
@@ -39,7 +40,7 @@ class Task(Job):
     id: str
     prompt: Prompt
     size: RequestSize
-    arguments: Callable[[], dict[str, Any]]
+    arguments: Callable[[], dict[str, Any] | Tensor]  # of the pipeline; or its saved state
     created_at: float = 0.0  # Unix seconds
     at: Block | None = None
     phase: Phase = "new"
@@ -66,7 +67,7 @@ class Task(Job):
         prompt: Prompt,
         takes: Mapping[str, Any],
         times: Times,
-        arguments: Callable[[], dict[str, Any]],
+        arguments: Callable[[], dict[str, Any] | Tensor],
         deadline_s: float = NEVER,
     ) -> "Task":
         """Return the task of a prompt that arrives now; `takes` as in `num_steps_of`."""
@@ -339,7 +340,7 @@ class Scheduler:
     def _end(self, task: Task, event: Event) -> None:
         """Free the ranks of a task that they are done with."""
         self._leave(task)
-        if event.kind == "done":
+        if event.kind == "done" and task.starting_s:  # not from a saved state
             self._measure(task, 0, task.starting_s + event.seconds)
         if task.is_cancelled or event.kind == "failed":
             del self.tasks[task.id]

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from opentelemetry.context import Context
 from PIL import Image
+from torch import Tensor
 
 from bascule.errors import ConfigError
 from bascule.generate.generating import arguments_of, check_prompt, write_media
@@ -56,6 +57,7 @@ class Service(Sink):
         fps: Frames per second of videos.
         keep_days: Days after which an ended request is removed, with its output.
         keep_bytes: Bytes of outputs beyond which the oldest are removed.
+        saved_by: What made the saved states that may be used: versions and weights.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Service(Sink):
         fps: int = 16,
         keep_days: float = NEVER,
         keep_bytes: float = NEVER,
+        saved_by: str = "",
     ) -> None:
         self._pipeline, self._orders, self._spool, self._times = pipeline, orders, spool, times
         self._takes = inspect.signature(pipeline.__call__).parameters
@@ -89,6 +92,7 @@ class Service(Sink):
         self._numbers, self._sweep_at = count(), 0.0
         self._traces: dict[str, Trace] = {}  # of requests that have not ended
         self._metrics = Metrics(self.num_ranks)
+        self._states, self._saved_by = dict[str, Tensor](), saved_by  # states to write, the newest
         self._scheduler = Scheduler(orders, policy, times)
         self._jobs = Jobs(self._scheduler, self)
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
@@ -276,6 +280,12 @@ class Service(Sink):
         if not reason:
             self._forgive()
 
+    def saved(self, task: Task, packed: Tensor) -> None:
+        """Let the writer store a state, instead of an older one that it has not stored yet."""
+        if self._states.get(task.id) is None:
+            self._jobs.writer.submit(self._save, task)
+        self._states[task.id] = packed
+
     # --- in the thread of the writer --------------------------------------------------------------
 
     def write(self, task: Task, output: Any) -> str | None:
@@ -300,6 +310,18 @@ class Service(Sink):
                 return None  # the request starts again with the next server
             self._sweep()  # which may make room
             time.sleep(_RETRY_S)
+
+    def _save(self, task: Task) -> None:
+        """Store the newest state of a request, unless it has ended."""
+        with self.lock:
+            packed = self._states.pop(task.id)
+        try:
+            self._spool.save(task.id, packed, self._saved_by)
+        except OSError as error:
+            logger.warning("request %s: its state is not saved: %s", task.id, error.strerror)
+        with self.lock:
+            if self._scheduler.tasks.get(task.id) is not task or task.is_cancelled:
+                self._spool.forget(task.id)
 
     def _sweep(self) -> None:
         """Remove ended requests, the oldest first, until the rest is within the limits."""
@@ -378,10 +400,13 @@ class Service(Sink):
         task.stays = self._stays
         return task
 
-    def _arguments(self, status: Status) -> dict[str, Any]:
-        """Return the pipeline's arguments; first count a start on disk, as the ranks may die."""
+    def _arguments(self, status: Status) -> dict[str, Any] | Tensor:
+        """Return the saved state or the arguments; count a start on disk, as the ranks may die."""
         with suppress(sqlite3.Error):
             self._spool.begin(status.id)
+        if (packed := self._spool.saved(status.id, self._saved_by)) is not None:
+            logger.info("request %s goes on from its saved state", status.id)
+            return packed
         arguments = arguments_of(status.prompt, self._takes) | {"output_type": "pil"}
         if self.takes_image and (image := self._spool.image(status.id)) is not None:
             arguments["image"] = Image.open(io.BytesIO(image)).convert("RGB")

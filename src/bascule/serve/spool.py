@@ -2,13 +2,18 @@
 
 import fcntl
 import json
+import logging
 import os
 import sqlite3
+import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
 
 from bascule.errors import ConfigError
 from bascule.generate.options import IMAGE, VIDEO, Prompt
@@ -26,6 +31,8 @@ _TABLE = f"""create table if not exists requests (place integer primary key, mod
     create index if not exists by_end on requests (ended_at);
     pragma user_version = {_VERSION};"""
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -38,7 +45,7 @@ class Entry:
 
 
 class Spool:
-    """Folder of a server's requests, in SQLite, and their outputs; not thread-safe.
+    """Folder of a server's requests, in SQLite, their states and outputs; not thread-safe.
 
     Requests are on disk when `add` returns, and their ends when `end` does. On `sqlite3.Error` the
     disk is full or broken, and nothing was changed. Only this user may read the files. Another
@@ -50,12 +57,13 @@ class Spool:
     """
 
     def __init__(self, folder: Path, model: str) -> None:
-        self._outputs, self._model = folder / "outputs", model
+        self._outputs, self._states, self._model = folder / "outputs", folder / "states", model
         self._boot = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.is_file() else ""
         with ExitStack() as stack:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._outputs.mkdir(mode=0o700, exist_ok=True)
+                self._states.mkdir(mode=0o700, exist_ok=True)
                 lock = _opened(folder / "lock")
                 stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,7 +82,10 @@ class Spool:
                 base.executescript(_TABLE)
                 query = "select model from requests where ended_at is null and model != ?"
                 others = base.execute(query, [model]).fetchall()
-                self.waiting()  # an unreadable table is refused here
+                # An unreadable table is refused here.
+                kept = {self._state(entry.status.id) for entry in self.waiting()}
+                for path in set(self._states.iterdir()) - kept:
+                    path.unlink()  # of a request that has ended, or half of one
             except BlockingIOError as error:
                 what = "another server uses it: stop that server, or give another folder"
                 raise ConfigError(f"--spool {folder}: {what}") from error
@@ -119,13 +130,53 @@ class Spool:
         changes = ", ".join(f"{name} = ?" for name in _COLUMNS)
         query = f"update requests set {changes}, image = null where id = ? and ended_at is null"
         with self._base:
-            return self._base.execute(query, [*_row(status), status.id]).rowcount == 1
+            is_new = self._base.execute(query, [*_row(status), status.id]).rowcount == 1
+        self.forget(status.id)
+        return is_new
 
     def remove(self, status: Status) -> None:
         """Remove an ended request and its output; OSError if the output stays."""
         self.output(status).unlink(missing_ok=True)
         with self._base:
             self._base.execute("delete from requests where id = ?", [status.id])
+
+    def save(self, request_id: str, packed: Tensor, made_by: str) -> None:
+        """Store a request's packed state in place of an earlier one; OSError keeps that one."""
+        content, path = packed.numpy().data, self._state(request_id)
+        new, head = path.with_suffix(".new"), {"made_by": made_by, "crc": zlib.crc32(content)}
+        try:
+            with open(_opened(new), "wb") as file:
+                file.truncate()
+                file.write(json.dumps(head).encode() + b"\n")
+                file.write(content)
+            new.replace(path)  # a loss of power may damage it, which is seen by its sum
+        finally:
+            new.unlink(missing_ok=True)
+
+    def saved(self, request_id: str, made_by: str) -> Tensor | None:
+        """Return a request's packed state; None without one that `made_by` can use."""
+        path = self._state(request_id)
+        try:
+            content = bytearray(path.read_bytes())
+            begin = content.index(b"\n") + 1
+            head = json.loads(content[:begin])
+            if head["made_by"] != made_by:
+                raise ValueError(f"{head['made_by']} made it, this is {made_by}")
+            if head["crc"] != zlib.crc32(memoryview(content)[begin:]):
+                raise ValueError("it is damaged")
+            return torch.frombuffer(content, dtype=torch.uint8, offset=begin).clone()  # aligned
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            what = "its saved state cannot be used, so it starts from the beginning"
+            logger.warning("request %s: %s: %s", request_id, what, error)
+            self.forget(request_id)
+            return None
+
+    def forget(self, request_id: str) -> None:
+        """Remove a request's state, if there is one."""
+        with suppress(OSError):  # the next start removes it
+            self._state(request_id).unlink(missing_ok=True)
 
     def waiting(self) -> list[Entry]:
         """Return the requests that have not ended, in the order of arrival."""
@@ -154,6 +205,9 @@ class Spool:
     def output(self, status: Status) -> Path:
         """Return the path of a request's output, which may not exist yet."""
         return self._outputs / f"{status.id}{VIDEO if status.kind == 'video' else IMAGE}"
+
+    def _state(self, request_id: str) -> Path:
+        return self._states / f"{request_id}.state"
 
     def num_bytes(self) -> int:
         """Return the bytes of all outputs."""

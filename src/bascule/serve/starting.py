@@ -35,7 +35,9 @@ def start_pipeline(options: EngineOptions, device: torch.device) -> Any:
     return pipeline
 
 
-def start_engine(options: EngineOptions, pipeline: Any, num_groups: int) -> Engine:
+def start_engine(
+    options: EngineOptions, pipeline: Any, num_groups: int, *, save_every: int = 0
+) -> Engine:
     """Start the engine of a pipeline of `start_pipeline`, on all ranks; errors as `Engine`'s."""
     return Engine(
         pipeline,
@@ -47,6 +49,7 @@ def start_engine(options: EngineOptions, pipeline: Any, num_groups: int) -> Engi
         comm_dtype=options.wire,
         compiles=options.compile,
         shares_tiles=options.tiles,
+        save_every=save_every,
     )
 
 
