@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +59,28 @@ def make(
 def several(prompts: Path, folder: Path, jobs: list[Settings]) -> list[Any]:
     """Each of the jobs into a folder of its own, in one world."""
     return [make(prompts, folder / str(place), **job) for place, job in enumerate(jobs)]
+
+
+def loud(prompts: Path, out: Path) -> None:
+    """Make videos by a pipeline that returns half a second of sound, too."""
+    from bascule.generate import tiny
+
+    quiet = tiny.pipeline
+
+    def pipeline(*arguments: Any) -> Any:
+        made = quiet(*arguments)
+        call = type(made).__call__
+
+        @wraps(call)
+        def speak(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return *call(self, *args, **kwargs), torch.ones(1, 1, 8000)
+
+        made.__class__ = type("Loud", (type(made),), {"__call__": speak})
+        made.audio_sample_rate = 16000
+        return made
+
+    with mock.patch.object(tiny, "pipeline", pipeline):
+        make(prompts, out, model="tiny-wan", frames=5)
 
 
 def written(folder: Path, *rows: Settings) -> Path:
@@ -303,6 +325,13 @@ def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
     assert [frame.shape for frame in frames] == [(48, 80, 3)] * 5
     told = json.loads((folder / files[1]).with_suffix(".json").read_text())
     assert told["prompt"] == ROWS[1]["prompt"] and told["guidance"] == 3.0
+    run_ranks(loud, 2, prompts, tmp_path / "loud")
+    for path in (tmp_path / "loud").glob("*.mp4"):
+        with av.open(str(path)) as file:
+            assert len(list(file.decode(video=0))) == 5
+        with av.open(str(path)) as file:
+            assert abs(sum(part.samples for part in file.decode(audio=0)) - 8000) <= 2048
+    assert len(list((tmp_path / "loud").glob("*.mp4"))) == len(ROWS)
 
 
 @pytest.mark.nightly

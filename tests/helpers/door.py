@@ -20,7 +20,7 @@ from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.serve.door import Door
 from bascule.serve.options import ServeOptions
-from bascule.serve.status import Busy, Closing, Late, Status, Unknown
+from bascule.serve.status import Busy, Closing, Key, Late, Reused, Status, Unknown
 
 STEPS = 3
 
@@ -57,6 +57,7 @@ class FakeService:
     on_submit: Callable[[], None] = lambda: None
     on_cancel: Callable[[], None] = lambda: None
     lock: Any = field(default_factory=threading.RLock)
+    keys: dict[str, tuple[Key, list[str]]] = field(default_factory=dict[str, Any])
 
     def submit(
         self,
@@ -65,10 +66,15 @@ class FakeService:
         deadline_s: float | None,
         *,
         must_meet_deadline: bool,
+        key: Key | None,
         parent: Any,
     ) -> list[Status]:
         with self.lock:
             self.parent = parent
+            if key is not None and (found := self.keys.get(key.name)):
+                if found[0] != key:
+                    raise Reused(key.name)
+                return [self.status(request_id) for request_id in found[1]]
             if self.reason:
                 raise Closing(self.reason)
             waiting = sum(not one.has_ended for one in self.of.values())
@@ -86,6 +92,8 @@ class FakeService:
             for status in made:
                 self.asked[status.id] = Asked(status.prompt, image, deadline_s, must_meet_deadline)
                 self._put(status)
+            if key is not None:
+                self.keys[key.name] = key, [status.id for status in made]
             self.on_submit()
             return made
 
@@ -105,6 +113,13 @@ class FakeService:
             every = list(self.of.values())
         ended = [one for one in every if one.has_ended]
         return [one for one in every if not one.has_ended] + ended[::-1][:20]
+
+    def page(self, num: int, after: str | None, *, oldest_first: bool) -> list[Status]:
+        with self.lock:
+            every = list(self.of.values())[:: 1 if oldest_first else -1]
+            if after is not None:
+                every = every[every.index(self.status(after)) + 1 :]
+            return every[:num]
 
     def metrics(self) -> bytes:
         return b"bascule_ranks 2.0\n"
@@ -189,7 +204,7 @@ class Open:
             data, found = answer.read(), {k.lower(): v for k, v in answer.getheaders()}
         finally:
             connection.close()
-        is_json = found.get("content-type") == "application/json"
+        is_json = data and found.get("content-type") == "application/json"
         return answer.status, json.loads(data) if is_json else data, found
 
 

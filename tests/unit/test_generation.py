@@ -4,7 +4,8 @@ import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,24 +228,57 @@ def test_what_a_pipeline_would_change_is_refused_before_the_work() -> None:
             check(pipeline, picture, **settings)
 
 
-def test_sound_that_is_not_written_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sound_is_written_beside_the_frames(tmp_path: Path) -> None:
+    """As LTX-2 and Kandinsky 6 return it, after its way between ranks."""
     torch: Any = pytest.importorskip("torch")
+    av: Any = pytest.importorskip("av")
     pytest.importorskip("diffusers")
-    from bascule.generate import generating
+    from bascule.generate.generating import arguments_of, media_of, write_media
+    from bascule.serve.post import pack, unpack
 
-    class Quiet(torch.nn.Module):
-        components: ClassVar[dict[str, Any]] = {"vae": None}
-
-    class Loud(torch.nn.Module):
-        components: ClassVar[dict[str, Any]] = {"vae": None, "vocoder": None}
-
-    for kind, num in ((Quiet, 0), (Loud, 1)):
-        monkeypatch.setattr(generating.tiny, "pipeline", lambda *_, kind=kind: kind())
-        generating.load_pipeline("tiny", torch.float32, torch.device("cpu"))
-        said = ["Loud makes sound: bascule does not write it"] * num
-        assert [record.getMessage() for record in caplog.records] == said
+    config = SimpleNamespace(output_sampling_rate=24000)
+    ltx = SimpleNamespace(vocoder=SimpleNamespace(config=config), audio_sampling_rate=16000)
+    kandinsky = SimpleNamespace(vocoder=SimpleNamespace(config=None), audio_sample_rate=32000)
+    frames = [Image.new("RGB", (16, 16), (60 * k,) * 3) for k in range(3)]
+    turns = torch.arange(12000) / 24000 * 2 * torch.pi
+    stereo = torch.stack([torch.sin(440 * turns) / 2, torch.zeros(12000)])[None]
+    mono = 3 * torch.sin(440 * turns * 24000 / 32000)[None]  # louder than a file can be
+    path = tmp_path / "clip.mp4"
+    for pipeline, waves, rate, channels in (
+        (ltx, stereo.bfloat16(), 24000, 2),
+        (kandinsky, mono, 32000, 1),
+    ):
+        output = unpack(pack([[frames], waves]), torch.device("cpu"))
+        write_media(path, *media_of(pipeline, output, is_video=True)[:1], 6)
+        with av.open(str(path)) as file:
+            assert not file.streams.audio
+        made, sound = media_of(pipeline, output, is_video=True)
+        write_media(path, made, 6, sound)
+        with av.open(str(path)) as file:
+            assert len(list(file.decode(video=0))) == 3
+        with av.open(str(path)) as file:
+            audio = file.streams.audio[0]
+            assert (audio.codec_context.name, audio.rate, audio.channels) == ("aac", rate, channels)
+            heard = np.concatenate([part.to_ndarray() for part in file.decode(audio=0)], axis=1)
+        assert abs(heard.shape[1] - 12000) <= 2048  # AAC has frames of 1,024 samples
+        loudest = np.abs(np.fft.rfft(heard[0])).argmax() * rate / heard.shape[1]
+        assert abs(loudest - 440) < 5
+        peak = np.abs(heard[0, 2000:-2000]).max()
+        assert 0.4 < peak < (0.6 if channels == 2 else 1.3)
+        assert channels == 1 or np.abs(heard[1]).max() < 0.01
+    silent = unpack(pack([[frames], None]), torch.device("cpu"))
+    assert media_of(kandinsky, silent, is_video=True)[1] is None
+    assert media_of(SimpleNamespace(), frames, is_video=False) == (frames, None)
+    for waves, said in (
+        (torch.full((1, 2, 99), float("nan")), "its sound has NaN"),
+        (torch.zeros(1, 3, 99), "its sound has 3 channels: bascule writes one or two"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            write_media(path, frames, 6, media_of(ltx, ([frames], waves), is_video=True)[1])
+    prompt = Prompt(prompt="x", fps=24)  # a pipeline that knows the rate makes as much sound
+    takes = {"prompt": None, "frame_rate": None}
+    assert arguments_of(prompt, takes) == {"prompt": "x", "frame_rate": 24.0}
+    assert arguments_of(prompt, {"prompt": None}) == {"prompt": "x"}
 
 
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
-from bascule.serve.status import Busy, Closing, Status, Unknown
+from bascule.serve.status import Busy, Closing, Key, Reused, Status, Unknown
 from bascule.serve.times import Times
 
 RANKS = 2
@@ -198,6 +198,40 @@ def test_a_stop_and_a_loss_of_power_count_against_nobody(tmp_path: Path) -> None
         play(service, ranks, "")
         (status,) = service.statuses()
         assert status.state == "done"
+
+
+def test_a_key_makes_nothing_twice_in_any_life(tmp_path: Path) -> None:
+    """Until its requests are removed; and pages go through those that wait and those that ended."""
+    prompts, key = [Prompt(prompt="a"), Prompt(prompt="b")], Key("k", "digest")
+
+    def submit(service: Service) -> list[str]:
+        return [one.id for one in service.submit(prompts, key=key)]
+
+    with serving(tmp_path) as (service, ranks):
+        ids = submit(service)
+        assert submit(service) == ids and len(service.statuses()) == 2
+        other = ask(service, "c")["c"]
+        assert [one.id for one in service.page(9)] == [other, *ids[::-1]]
+        with pytest.raises(Reused, match="Idempotency-Key k: came before with another call"):
+            service.submit(prompts, key=Key("k", "other"))
+        until(lambda: ids[0] in ranks.running)
+        ranks.leave(ids[0])
+        until(lambda: service.status(ids[0]).has_ended)
+        service.stop()
+        assert submit(service) == ids  # it is no new request
+        with pytest.raises(Closing):
+            service.submit(prompts, key=Key("new", "digest"))
+    with serving(tmp_path) as (service, _):
+        assert submit(service) == ids
+        pages = service.page(2, oldest_first=True), service.page(2, ids[1], oldest_first=True)
+        assert [[one.id for one in page] for page in pages] == [ids, [other]]
+        assert [one.state == "done" for one in pages[0]] == [True, False]
+        assert [one.id for one in service.page(1, other)] == [ids[1]]
+        service.delete(ids[0])
+        again = submit(service)
+        assert len(again) == 2 and not set(again) & set(ids)
+        with pytest.raises(Unknown):
+            service.page(9, ids[0])
 
 
 def test_a_disk_that_takes_no_outputs_ends_what_begins(tmp_path: Path) -> None:

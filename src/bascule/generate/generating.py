@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from bascule.errors import ConfigError
@@ -27,6 +28,13 @@ _ARGUMENTS = {"frames": "num_frames", "steps": "num_inference_steps"}  # by fiel
 _FROM_PICTURES = re.compile("Img2Img|I2I|I2V|ImageToVideo|Image2Video|Edit|Inpaint|Refiner")
 _FRAME_FACTORS = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
 _log = logging.getLogger(__name__)
+
+
+class Sound(NamedTuple):
+    """Sound of a video."""
+
+    samples: NDArray[np.float32]  # (channels, samples), from -1 to 1
+    rate: int  # samples per second
 
 
 def load_pipeline(
@@ -46,9 +54,27 @@ def load_pipeline(
     _log.info("loading %s ..", model)
     pipeline = tiny.load(f"--model {model}", load, "diffusers", "transformers").to(device)
     _log.info("loaded %s in %s", model, seconds(time.monotonic() - begin_s))
-    if {"audio_vae", "vocoder"} & pipeline.components.keys() and os.environ.get("RANK", "0") == "0":
-        _log.warning("%s makes sound: bascule does not write it", type(pipeline).__name__)
     return pipeline
+
+
+def sound_rate(pipeline: Any) -> int | None:
+    """Return the samples per second of a pipeline's sound; None if the pipeline makes none."""
+    vocoder = getattr(getattr(pipeline, "vocoder", None), "config", None)
+    rate = getattr(vocoder, "output_sampling_rate", None)  # of LTX-2; else as Kandinsky 6 has it
+    return rate or getattr(pipeline, "audio_sample_rate", None)
+
+
+def media_of(
+    pipeline: Any, output: Any, *, is_video: bool
+) -> tuple[Sequence[Image.Image], Sound | None]:
+    """Return the images or frames of the engine's output, and its sound if it has one."""
+    rate, sound = sound_rate(pipeline), None
+    if rate is not None:
+        output, waves = output
+        if waves is not None:
+            samples = torch.as_tensor(waves[0]).float().cpu().numpy()
+            sound = Sound(np.atleast_2d(samples), rate)
+    return (output[0] if is_video else output), sound
 
 
 def enable_tiles(pipeline: Any) -> None:
@@ -140,6 +166,9 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in asdict(prompt).items():
         if value is None or name == "seed" or (name == "image" and not value):
             continue
+        if name == "fps":  # of the file, and of what is made for it if the pipeline asks
+            arguments |= dict.fromkeys({"frame_rate", "fps"} & takes.keys(), value)
+            continue
         argument = names.get(name, name)
         if argument not in takes:
             what = f"{name} is {value!r}"
@@ -150,8 +179,10 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
-    """Write an image, or the frames of a video (H.264, sides cut to even numbers)."""
+def write_media(
+    path: Path, frames: Sequence[Image.Image], fps: int, sound: Sound | None = None
+) -> None:
+    """Write an image, or a video: H.264, sides cut to even numbers, and AAC if it has sound."""
     with _replacing(path) as partial:
         if path.suffix == IMAGE:
             frames[0].save(partial, format="PNG", compress_level=1)  # level 6: 2.6 times as long
@@ -161,11 +192,29 @@ def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
         with av.open(str(partial), "w", format="mp4") as file:
             stream = file.add_stream("libx264", rate=Fraction(fps))
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            if sound is not None:  # first: else the file's writer holds all pictures until it comes
+                _write_sound(av, file, sound)
             for frame in frames:
                 pixels = np.asarray(frame.convert("RGB"))[:height, :width]
                 image = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
                 file.mux(stream.encode(image))
             file.mux(stream.encode(None))
+
+
+def _write_sound(av: Any, file: Any, sound: Sound) -> None:
+    layout = {1: "mono", 2: "stereo"}.get(len(sound.samples))
+    if layout is None:
+        what = f"its sound has {len(sound.samples)} channels"
+        raise ConfigError(f"{what}: bascule writes one or two")
+    if not np.isfinite(sound.samples).all():
+        what = "its sound has NaN, as where float16 overflows"
+        raise ConfigError(f"{what}: give --dtype bfloat16 or float32")
+    stream = file.add_stream("aac", rate=sound.rate, layout=layout)
+    samples = np.ascontiguousarray(sound.samples.clip(-1, 1), np.float32)
+    waves = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+    waves.sample_rate = sound.rate
+    file.mux(stream.encode(waves))
+    file.mux(stream.encode(None))
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

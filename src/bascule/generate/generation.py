@@ -21,6 +21,7 @@ from bascule.generate.generating import (
     check_prompt,
     check_size,
     is_guided,
+    media_of,
     write_media,
     write_record,
 )
@@ -59,7 +60,7 @@ class Generation(Sink):
         groups = 2 if are_guided and options.cache is None else 1  # one for each branch
         num_groups = options.guidance_ranks or groups
         self._engine = start_engine(options, pipeline, num_groups)
-        self._world = member_of(resolve(None), "world")
+        self._world, self._pipeline = member_of(resolve(None), "world"), pipeline
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._made_folder = False  # True on rank 0 if it did
         self.missing = self._find_missing()  # on rank 0, indices of prompts without an output
@@ -160,7 +161,9 @@ class Generation(Sink):
         """Write the record of an output, then the output; return what went wrong, or ""."""
         try:
             place = self.names.index(task.id)
-            frames = output[0] if task.id.endswith(VIDEO) else output[:1]
+            is_video = task.id.endswith(VIDEO)
+            frames, sound = media_of(self._pipeline, output, is_video=is_video)
+            frames = frames if is_video else frames[:1]
             width, height = frames[0].size
             sizes = {"width": width, "height": height, "frames": len(frames)}
             check_size(task.prompt, sizes, self._where.format(place + 1))
@@ -169,7 +172,7 @@ class Generation(Sink):
             record = {"file": task.id, **self._settings, **asdict(task.prompt), "seconds": seconds}
             path = self._options.out / task.id
             write_record(path.with_suffix(".json"), record)
-            write_media(path, frames, self._options.fps)
+            write_media(path, frames, task.prompt.fps or self._options.fps, sound)
             self._records.append(record)
             took = quantities.seconds(sum(seconds.values()))
             logging.getLogger(__name__).info("%s is done after %s", task.id, took)

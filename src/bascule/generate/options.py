@@ -28,6 +28,7 @@ IMAGE, VIDEO = ".png", ".mp4"
 Pixels = Annotated[int | None, Range(1, 2**15)]
 Count = Annotated[int | None, Range(1, 10**4)]
 Scale = Annotated[float | None, Range(0.0, 1e6)]
+Rate = Annotated[int | None, Range(1, 1000)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 _Degree = Annotated[int | None, Range(1, 2**16)]
 DEFAULTS: dict[str, dict[str, Any]] = {TINY: {"width": 256, "height": 256, "steps": 4}}
@@ -140,7 +141,7 @@ class GenerateOptions(Outputs, EngineOptions):
         prompt: Text of an output. Give the option once per output.
         prompts: File of prompts: one per line, or JSON objects (.jsonl) with "prompt" and other
             options: "image" (a path from the file's folder), "negative_prompt", "width", "height",
-            "frames", "steps", "guidance", "seed".
+            "frames", "steps", "guidance", "fps", "seed".
         image: Path of an input image, if the pipeline accepts one; "" for none.
         negative_prompt: What an output should not show, if the pipeline uses guidance.
         width: Pixels of an output's width. By default the pipeline decides; tiny ones take 256.
@@ -208,6 +209,7 @@ class Prompt:
     frames: Count = None
     steps: Count = None
     guidance: Scale = None
+    fps: Rate = None
     seed: Seed = 0
 
 
@@ -216,7 +218,10 @@ def names_of(prompts: Sequence[Prompt], options: GenerateOptions) -> list[str]:
     common, names = (options.settings, _digest(*_samples(options.model))), list[str]()
     for place, prompt in enumerate(prompts):
         image = prompt.image and _digest(Path(prompt.image).read_bytes())
-        text = repr((common, sorted((asdict(prompt) | {"image": image}).items())))
+        settings = asdict(prompt) | {"image": image}
+        if prompt.fps in (None, options.fps):
+            del settings["fps"]
+        text = repr((common, sorted(settings.items())))
         names.append(f"{place:05d}-{_digest(text.encode())}")
     return names
 

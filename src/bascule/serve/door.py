@@ -10,22 +10,39 @@ import json
 import logging
 import resource
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
 
 import uvicorn
-from anyio import CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 
-from bascule.serve.forms import Form, ImageForm, VideoForm, picture, prompts_of, read
+from bascule.generate.options import VIDEO, Prompt
+from bascule.serve import schema
+from bascule.serve.forms import (
+    ContentQuery,
+    Form,
+    Format,
+    ImageForm,
+    ListQuery,
+    VideoForm,
+    check_model,
+    key_of,
+    picture,
+    prompts_of,
+    queried,
+    read,
+)
 from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Closing, Refusal, Status
@@ -39,6 +56,9 @@ _HEALTH_S = 5.0  # longest wait for the service in /health
 _GRACE_S = 3  # for open answers at the end
 _VIDEO_STATUS = {"waiting": "queued", "running": "in_progress", "paused": "in_progress"}
 _VIDEO_STATUS |= {"done": "completed", "failed": "failed", "cancelled": "failed"}
+_EVENTS = "text/event-stream"
+_EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second for nginx
+_CONTENT = {media: {} for media in ("image/png", "image/jpeg", "image/webp", "video/mp4")}
 _MEDIA = {".png": "image/png", ".mp4": "video/mp4"}
 
 _log = logging.getLogger(__name__)
@@ -55,30 +75,52 @@ class Door:
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._is_open, self._is_closing = threading.Event(), False
         self._calls, self._decodes, self._health_calls = map(CapacityLimiter, (16, 2, 4))
-        app = FastAPI(openapi_url=None, lifespan=self._lifespan)
+        self._started_at = int(time.time())
+        app = FastAPI(title="bascule serve", docs_url=None, redoc_url=None, lifespan=self._lifespan)
         for kind in (*CLIENT_ERRORS, Exception):
             app.add_exception_handler(kind, answer)
-        for method, path, handler in (
-            ("POST", "/v1/images/generations", self._images),
-            ("POST", "/v1/images/edits", self._images),
-            ("POST", "/v1/videos", self._make_video),
-            ("GET", "/v1/videos/{request_id}", self._get_video),
-            ("GET", "/v1/videos/{request_id}/content", self._content),
-            ("DELETE", "/v1/videos/{request_id}", self._delete_video),
-            ("GET", "/v1/models", self._models),
-            ("POST", "/v1/requests", self._make),
-            ("GET", "/v1/requests", self._list),
-            ("GET", "/v1/requests/{request_id}", self._get),
-            ("DELETE", "/v1/requests/{request_id}", self._delete),
-            ("POST", "/v1/requests/{request_id}/cancel", self._cancel),
-            ("GET", "/v1/requests/{request_id}/events", self._events),
-            ("GET", "/v1/requests/{request_id}/content", self._content),
-            ("GET", "/health", self._health),
-            ("GET", "/metrics", self._show_metrics),
-            ("GET", "/docs", self._page),
-            ("GET", "/", self._page),
+        image_body, video_body = schema.body_of(ImageForm), schema.body_of(VideoForm)
+        either_body = video_body if self._form is VideoForm else image_body
+        content, pages = schema.query_of(ContentQuery), schema.query_of(ListQuery)
+        for method, path, handler, model, extra in (
+            ("POST", "/v1/images/generations", self._images, schema.IMAGES, image_body),
+            ("POST", "/v1/images/edits", self._images, schema.IMAGES, image_body),
+            ("POST", "/v1/videos", self._make_video, schema.VIDEO, video_body),
+            ("GET", "/v1/videos", self._list_videos, schema.VIDEOS, pages),
+            ("POST", "/v1/videos/sync", self._video_now, {"video/mp4": {}}, video_body),
+            ("GET", "/v1/videos/{request_id}", self._get_video, schema.VIDEO, None),
+            ("GET", "/v1/videos/{request_id}/content", self._content, _CONTENT, content),
+            ("DELETE", "/v1/videos/{request_id}", self._delete_video, schema.DELETED, None),
+            ("GET", "/v1/models", self._models, schema.MODELS, None),
+            ("GET", "/v1/models/{name}", self._model, schema.MODEL, None),
+            ("POST", "/v1/requests", self._make, schema.MADE, either_body),
+            ("GET", "/v1/requests", self._list, schema.REQUESTS, None),
+            ("GET", "/v1/requests/{request_id}", self._get, schema.REQUEST, None),
+            ("DELETE", "/v1/requests/{request_id}", self._delete, schema.REQUEST, None),
+            ("POST", "/v1/requests/{request_id}/cancel", self._cancel, schema.REQUEST, None),
+            ("GET", "/v1/requests/{request_id}/events", self._events, {_EVENTS: {}}, None),
+            ("GET", "/v1/requests/{request_id}/content", self._content, _CONTENT, content),
+            ("GET", "/health", self._health, schema.HEALTH, None),
+            ("GET", "/metrics", self._show_metrics, {"text/plain": {}}, None),
+            ("GET", "/docs", self._page, {"text/html": {}}, None),
+            ("GET", "/", self._page, {"text/html": {}}, None),
         ):
-            app.add_api_route(path, handler, methods=[method], response_model=None)
+            status = 202 if (method, path) == ("POST", "/v1/requests") else 200
+            is_json = not isinstance(model, dict)
+            said = {"description": "done"} | ({"model": model} if is_json else {"content": model})
+            refused = {"description": "refused, and why", "model": schema.ERROR}
+            app.add_api_route(
+                path,
+                handler,
+                methods=[method],
+                status_code=status,
+                response_model=None,
+                response_class=JSONResponse if is_json else Response,
+                responses={status: said, "default": refused},
+                openapi_extra=extra,
+            )
+            if handler in (self._health, self._page, self._content):  # proxies and curl -I ask
+                app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
         self._app = app
 
     # --- start and end ----------------------------------------------------------------------------
@@ -172,13 +214,21 @@ class Door:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def _submit(self, request: Request, kind: type[Form], *, with_image: bool | None) -> Any:
-        """Submit the requests of a call; return its fields, and the status of each request."""
-        name = self._options.model_name
+    def _check_kind(self, kind: type[Form]) -> None:
         if kind is not self._form:
             path = "/v1/images/generations" if self._form is ImageForm else "/v1/videos"
+            name = self._options.model_name
             raise Refusal(404, f"{name} makes {self._service.kind}s: use {path}")
+
+    async def _submit(
+        self, request: Request, kind: type[Form], *, with_image: bool | None, is_later: bool = False
+    ) -> Any:
+        """Submit the requests of a call; return its fields, and the status of each request."""
+        self._check_kind(kind)
+        name = self._options.model_name
         form, sent = await read(request, kind, self._options)
+        if is_later and isinstance(form, ImageForm):
+            form.check_later()
         if sent is not None and (with_image is False or not self._service.takes_image):
             why = "use /v1/images/edits" if self._service.takes_image else "leave it out"
             raise Refusal(400, f"{name} takes no image here: {why}", "image")
@@ -188,29 +238,79 @@ class Door:
         if sent is not None:
             decode = partial(picture, sent, self._options.max_pixels)
             image = await to_thread.run_sync(decode, limiter=self._decodes)
-        submit = partial(self._service.submit, must_meet_deadline=form.must_meet_deadline)
+        must, key = form.must_meet_deadline, key_of(request, form, image)
+        submit = partial(self._service.submit, must_meet_deadline=must, key=key)
         submit = partial(submit, parent=parent_of(request.headers))
         prompts = prompts_of(form, self._options)
         statuses = await self._call(submit, prompts, image, form.deadline_s)
-        request.state.is_accepted = True
+        request.state.has_key, request.state.is_accepted = key is not None, key is None
         return form, statuses
 
     async def _images(self, request: Request) -> Any:
-        """Answer when all images of a call are done."""
-        with_image = request.url.path.endswith("/edits")
-        form, statuses = await self._submit(request, ImageForm, with_image=with_image)
-        data: list[dict[str, Any]] = []
-        for status in await self._until_done(request, [status.id for status in statuses]):
+        """Make images, and answer when all are done; with `stream`, send each as an event."""
+        is_edit = request.url.path.endswith("/edits")
+        form, statuses = await self._submit(request, ImageForm, with_image=is_edit)
+        ids, data = [status.id for status in statuses], list[dict[str, Any]]()
+        if form.stream:
+            events = self._image_events(request, ids, form)
+            return StreamingResponse(events, headers=_EVENT_HEADERS, media_type=_EVENTS)
+        for status in await self._until_done(request, ids):
             row, path = {"id": status.id, "seed": status.prompt.seed}, await self._result(status)
             if form.response_format == "url":
-                row["url"] = f"{request.base_url}v1/requests/{status.id}/content"
+                settings = form.model_dump(include=set(Format.model_fields), exclude_defaults=True)
+                query = f"?{urlencode(settings)}" if settings else ""
+                row["url"] = f"{request.base_url}v1/requests/{status.id}/content{query}"
+            elif form.response_format == "file":
+                name = f'attachment; filename="{status.id}.{form.output_format}"'
+                headers, media = {"Content-Disposition": name}, f"image/{form.output_format}"
+                return Response(await self._encode(path, form), headers=headers, media_type=media)
             else:
-                row["b64_json"] = await self._call(_in_base64, path)
+                row["b64_json"] = await self._in_base64(path, form)
             data.append(row)
-        return {"created": int(statuses[0].created_at), "output_format": "png", "data": data}
+        created, kind = int(statuses[0].created_at), form.output_format
+        return {"created": created, "output_format": kind, "data": data}
+
+    async def _image_events(
+        self, request: Request, ids: Sequence[str], form: ImageForm
+    ) -> AsyncIterator[str]:
+        """Yield an event for each image in order, as soon as it is done; an error ends them."""
+        left, is_edit = list(ids), request.url.path.endswith("/edits")
+        kind = "image_edit.completed" if is_edit else "image_generation.completed"
+        try:
+            for request_id in ids:
+                async with aclosing(self._changes(request_id)) as changes:
+                    async for status in changes:
+                        if not status.has_ended:
+                            yield f": {status.state}, step {status.step}\n\n"  # a comment
+                            continue
+                        left.remove(request_id)
+                        path, prompt = await self._result(status), status.prompt
+                        event = {"type": kind, "b64_json": await self._in_base64(path, form)}
+                        event |= {"created_at": int(status.ended_at or 0), "size": _size(prompt)}
+                        event |= {"output_format": form.output_format, "quality": "auto"}
+                        event |= {"background": "opaque", "usage": None}
+                        event |= {"id": status.id, "seed": prompt.seed}
+                        yield f"event: {kind}\ndata: {json.dumps(event)}\n\n"
+        except Refusal as refusal:
+            yield f"event: error\ndata: {bytes(answer(None, refusal).body).decode()}\n\n"
+        finally:
+            if not self._is_closing:  # else the rest resumes at the next start
+                with CancelScope(shield=True):
+                    await self._abandon(request, left)
+
+    async def _encode(self, path: Path, form: Format) -> bytes:
+        return await to_thread.run_sync(form.encode, path, limiter=self._decodes)
+
+    async def _in_base64(self, path: Path, form: Format) -> str:
+        return base64.b64encode(await self._encode(path, form)).decode()
+
+    async def _abandon(self, request: Request, ids: Sequence[str]) -> None:
+        """Cancel requests whose client has gone, unless a key lets the client come again."""
+        for request_id in () if request.state.has_key else ids:
+            await self._call(self._service.cancel, request_id)
 
     async def _until_done(self, request: Request, ids: list[str]) -> list[Status]:
-        """Wait for requests; cancel them if the waiting client disconnects."""
+        """Wait for requests; abandon them if the waiting client disconnects."""
 
         async def end_of(request_id: str) -> Status:
             async with aclosing(self._changes(request_id)) as changes:
@@ -225,8 +325,7 @@ class Door:
             await asyncio.wait({ends, gone}, return_when=asyncio.FIRST_COMPLETED)
             if ends.done():
                 return ends.result()
-            for request_id in ids:
-                await self._call(self._service.cancel, request_id)
+            await self._abandon(request, ids)
             raise ClientDisconnect
         finally:
             ends.cancel()
@@ -246,28 +345,41 @@ class Door:
         return await self._call(self._service.result, status.id)
 
     async def _make(self, request: Request) -> Any:
-        _, statuses = await self._submit(request, self._form, with_image=None)
-        return JSONResponse(_list_of(map(_row, statuses)), 202)
+        """Make images or a video, without waiting."""
+        _, statuses = await self._submit(request, self._form, with_image=None, is_later=True)
+        return _list_of(map(_row, statuses))
 
     async def _list(self) -> Any:
+        """List the requests that have not ended, and the latest that have."""
         rows = _list_of(map(_row, await self._call(self._service.statuses)))
         rows |= {"kind": self._service.kind, "takes_image": self._service.takes_image}
         return rows | {"model": self._options.model_name, "num_ranks": self._service.num_ranks}
 
     async def _get(self, request_id: str) -> Any:
+        """Show a request."""
         return _row(await self._call(self._service.status, request_id))
 
     async def _delete(self, request_id: str) -> Any:
+        """Cancel a request, or remove it if it has ended."""
         return _row(await self._call(self._service.delete, request_id))
 
     async def _cancel(self, request_id: str) -> Any:
+        """Cancel a request, unless it has ended."""
         return _row(await self._call(self._service.cancel, request_id))
 
-    async def _content(self, request_id: str) -> Any:
+    async def _content(self, request: Request, request_id: str) -> Any:
+        """Send an output: a video, or an image in the format that the query names."""
+        query = queried(request, ContentQuery)
         path = await self._result(await self._call(self._service.status, request_id))
-        return FileResponse(path, media_type=_MEDIA[path.suffix])
+        if query.output_format == "png":
+            return FileResponse(path, media_type=_MEDIA[path.suffix])
+        if path.suffix == VIDEO:
+            raise Refusal(400, "output_format: videos are MP4: leave it out", "output_format")
+        media = f"image/{query.output_format}"
+        return Response(await self._encode(path, query), media_type=media)
 
     async def _events(self, request_id: str) -> Any:
+        """Send an event at each change of a request until it ends."""
         await self._call(self._service.status, request_id)  # or 404
 
         async def lines() -> AsyncIterator[str]:
@@ -276,17 +388,38 @@ class Door:
                     async for status in changes:
                         yield f"data: {json.dumps(_row(status))}\n\n"
 
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second for nginx
-        return StreamingResponse(lines(), headers=headers, media_type="text/event-stream")
+        return StreamingResponse(lines(), headers=_EVENT_HEADERS, media_type=_EVENTS)
 
     async def _make_video(self, request: Request) -> Any:
+        """Make a video, and answer at once with its id."""
         _, (status,) = await self._submit(request, VideoForm, with_image=None)
         return self._video(status)
 
+    async def _video_now(self, request: Request) -> Any:
+        """Make a video, and answer with the MP4."""
+        _, (status,) = await self._submit(request, VideoForm, with_image=None)
+        (status,) = await self._until_done(request, [status.id])
+        path, took_s = await self._result(status), (status.ended_at or 0.0) - status.created_at
+        headers = {"X-Request-Id": status.id, "X-Inference-Time-S": f"{took_s:.3f}"}
+        return FileResponse(path, media_type=_MEDIA[VIDEO], headers=headers)
+
     async def _get_video(self, request_id: str) -> Any:
+        """Show a video's state."""
         return self._video(await self._call(self._service.status, request_id))
 
+    async def _list_videos(self, request: Request) -> Any:
+        """List videos, the newest first."""
+        self._check_kind(VideoForm)
+        query = queried(request, ListQuery)
+        page = partial(self._service.page, oldest_first=query.order == "asc")
+        statuses = await self._call(page, query.limit + 1, query.after)
+        rows = list(map(self._video, statuses[: query.limit]))
+        first, last = (rows[0]["id"], rows[-1]["id"]) if rows else (None, None)
+        ends = {"first_id": first, "last_id": last, "has_more": len(statuses) > query.limit}
+        return _list_of(rows) | ends
+
     async def _delete_video(self, request_id: str) -> Any:
+        """Cancel a video, or remove it if it has ended."""
         status = await self._call(self._service.delete, request_id)
         return {"id": status.id, "object": "video.deleted", "deleted": status.has_ended}
 
@@ -295,7 +428,7 @@ class Door:
         if status.state in ("failed", "cancelled"):
             message = hide_folders(status.reason) or f"request {status.id} was {status.state}"
             error = {"code": f"request_{status.state}", "message": message}
-        frames = prompt.frames and (prompt.frames - 1) / self._options.fps
+        frames = prompt.frames and (prompt.frames - 1) / (prompt.fps or self._options.fps)
         progress = 100 * status.step // (status.num_steps or 1)
         return {
             "id": status.id,
@@ -306,7 +439,7 @@ class Door:
             "created_at": int(status.created_at),
             "completed_at": int(ended) if ended and status.state == "done" else None,
             "seconds": "auto" if frames is None else f"{frames:g}",
-            "size": f"{prompt.width}x{prompt.height}" if prompt.width and prompt.height else "auto",
+            "size": _size(prompt),
             "prompt": prompt.prompt,
             "error": error,
         }
@@ -314,10 +447,17 @@ class Door:
     # --- the server -------------------------------------------------------------------------------
 
     async def _models(self) -> Any:
+        """Name the model."""
+        return _list_of([await self._model(self._options.model_name)])
+
+    async def _model(self, name: str) -> Any:
+        """Show the model."""
+        check_model(name, self._options)
         model = {"id": self._options.model_name, "object": "model", "owned_by": "bascule"}
-        return _list_of([model])
+        return model | {"created": self._started_at}
 
     async def _health(self) -> Any:
+        """Say that all is well, or why not."""
         try:
             async with asyncio.timeout(_HEALTH_S):
                 reason = await to_thread.run_sync(
@@ -330,10 +470,12 @@ class Door:
         return {"status": "ok"}
 
     async def _show_metrics(self) -> Any:
+        """Send metrics for Prometheus."""
         text = await self._call(self._service.metrics)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _page(self) -> Any:
+        """Send the page."""
         return HTMLResponse((files("bascule.serve") / "page.html").read_text(encoding="utf-8"))
 
 
@@ -347,5 +489,5 @@ def _row(status: Status) -> dict[str, Any]:
     return {"object": "request", **row, "prompt": settings.pop("prompt"), "settings": settings}
 
 
-def _in_base64(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode()
+def _size(prompt: Prompt) -> str:
+    return f"{prompt.width}x{prompt.height}" if prompt.width and prompt.height else "auto"

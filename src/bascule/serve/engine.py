@@ -46,6 +46,7 @@ from bascule.diffusers.verify import check_table
 from bascule.encoders.encoder import EncoderOptions
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
+from bascule.generate.generating import sound_rate
 from bascule.plan.requests import Block
 from bascule.serve.blocks import places_of, shape_of_block
 from bascule.serve.kept import read_state, write_state
@@ -265,13 +266,14 @@ class Engine:
             hook.reset_state(module)
         torch.manual_seed(run.seed)  # for draws without the generator
         run.since = time.perf_counter()
-        return self._pipeline(
+        output = self._pipeline(
             **run.arguments,
             generator=run.generator.manual_seed(run.seed),
             callback_on_step_end=step_ends,
             callback_on_step_end_tensor_inputs=self._pipeline._callback_tensor_inputs,
             return_dict=False,
-        )[0]
+        )
+        return output[0] if sound_rate(self._pipeline) is None else list(output[:2])
 
     def _fail(self, run: _Run, error: Exception) -> None:
         """End a request on all ranks of its block; raises if the engine has ended."""

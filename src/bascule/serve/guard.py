@@ -22,7 +22,7 @@ _HEADERS_S = 20.0  # longest wait for a request's headers
 _NEW_S = 1.0  # age up to which a silent connection is not closed for others
 _BODY_S = 120.0  # longest wait for a body
 _BODIES = 16  # bodies of the largest size that may be in memory at once
-_OPEN = "/", "/docs", "/health"  # need no key; the page holds no data
+_OPEN = "/", "/docs", "/health", "/openapi.json"  # need no key, and hold no data
 _LOCAL = {"127.0.0.1", "localhost", "[::1]"}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _KEY = {"WWW-Authenticate": "Bearer"}
@@ -43,7 +43,8 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
             refusal = Refusal(400, str(error))
         case HTTPException():  # of FastAPI: unknown path or method, or a malformed form
             path = f"{request.method} {request.url.path}: " if request else ""
-            text, headers = f"{path}{error.detail}", error.headers or {}
+            advice = ": /docs lists what is served" if error.status_code in (404, 405) else ""
+            text, headers = f"{path}{error.detail}{advice}", error.headers or {}
             refusal = Refusal(error.status_code, text, headers=headers)
         case ClientDisconnect():
             refusal = Refusal(400, "the client is gone")
@@ -103,8 +104,7 @@ class Guard:
                 message = f"{self._num_open:,} calls are open, this server's limit: try again"
                 raise Refusal(503, message, headers=_SOON)
             query = scope["query_string"].decode("latin-1")
-            matters = scope["method"] == "POST" or scope["path"].endswith("/content")
-            if matters and query not in ("", "variant=video"):
+            if scope["method"] == "POST" and query:
                 raise Refusal(400, f"?{query[:80]}: no query is read: send settings in the body")
         except Refusal as refusal:
             return await answer(None, refusal)(scope, receive, send)

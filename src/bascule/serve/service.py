@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from bascule.errors import ConfigError
-from bascule.generate.generating import arguments_of, check_prompt, write_media
+from bascule.generate.generating import arguments_of, check_prompt, media_of, write_media
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Policy
 from bascule.quantities import seconds
@@ -30,7 +30,7 @@ from bascule.serve.metrics import Metrics
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.spool import Entry, Spool, flush
-from bascule.serve.status import Busy, Closing, Late, Status, Unknown
+from bascule.serve.status import Busy, Closing, Key, Late, Status, Unknown
 from bascule.serve.times import Times
 from bascule.serve.tracing import Trace
 
@@ -149,18 +149,21 @@ class Service(Sink):
         deadline_s: float | None = None,
         *,
         must_meet_deadline: bool = False,
+        key: Key | None = None,
         parent: Context | None = None,
     ) -> list[Status]:
         """Accept a request for each prompt, all or none; they are on disk when it returns.
 
         `image` is a checked PNG, the input image of all. They should be done within `deadline_s`;
-        with `must_meet_deadline`, all are refused if one would be late. `parent` has the client's
-        span, if it traces.
+        with `must_meet_deadline`, all are refused if one would be late. If a call with this `key`
+        was accepted before, its requests are returned instead. `parent` has the client's span, if
+        it traces.
 
         Raises:
             ConfigError: The pipeline does not accept a setting, or more prompts than may wait.
             Busy: Too many requests wait.
             Late: A deadline that must be met would be missed.
+            Reused: The key came with a call that asked for something else.
             Closing: The server is ending, or its disk is full.
         """
         for prompt in prompts:
@@ -174,6 +177,8 @@ class Service(Sink):
             for prompt in prompts
         ]
         with self.lock, self._metrics.counting_refusals():
+            if key is not None and (ids := self._spool.asked(key)):
+                return self._statuses(ids)
             if reason := self._health():
                 raise Closing(reason)
             tasks = list(map(self._task, entries))
@@ -183,7 +188,7 @@ class Service(Sink):
                 if ends_s > deadline_s:
                     raise Late(ends_s)
             try:
-                self._spool.add(entries)
+                self._spool.add(entries, key)
             except sqlite3.Error as error:
                 raise Closing(f"the spool cannot store requests: {error}") from error
             for task in tasks:
@@ -205,6 +210,14 @@ class Service(Sink):
             tasks = self._scheduler.tasks.values()
             ids = [task.id for task in tasks if not task.is_cancelled]
             return [*self._statuses([*ids, *self._unwritten]), *self._spool.ended(_MOST_LISTED)]
+
+    def page(
+        self, num: int, after: str | None = None, *, oldest_first: bool = False
+    ) -> list[Status]:
+        """Return so many requests that follow another, open or ended; Unknown if it is unknown."""
+        with self.lock:
+            ids = self._spool.page(self.kind, num, after, oldest_first=oldest_first)
+            return self._statuses(ids)
 
     def metrics(self) -> bytes:
         """Return `Metrics.text`."""
@@ -290,11 +303,12 @@ class Service(Sink):
 
     def write(self, task: Task, output: Any) -> str | None:
         """Write an output as soon as the disk has room; None if the server ends before."""
-        path = self._spool.output(self._status(task))
+        path = self._spool.output(status := self._status(task))
         while True:
             reason = no_room = ""
             try:
-                write_media(path, output[0] if self.kind == "video" else output, self._fps)
+                frames, sound = media_of(self._pipeline, output, is_video=self.kind == "video")
+                write_media(path, frames, status.prompt.fps or self._fps, sound)
                 path.chmod(0o600)
                 flush(path)
             except Exception as error:
@@ -407,7 +421,8 @@ class Service(Sink):
         if (packed := self._spool.saved(status.id, self._saved_by)) is not None:
             logger.info("request %s goes on from its saved state", status.id)
             return packed
-        arguments = arguments_of(status.prompt, self._takes) | {"output_type": "pil"}
+        prompt = replace(status.prompt, fps=status.prompt.fps or self._fps)
+        arguments = arguments_of(prompt, self._takes) | {"output_type": "pil"}
         if self.takes_image and (image := self._spool.image(status.id)) is not None:
             arguments["image"] = Image.open(io.BytesIO(image)).convert("RGB")
         return arguments

@@ -18,7 +18,7 @@ from torch import Tensor
 from bascule.errors import ConfigError
 from bascule.generate.options import IMAGE, VIDEO, Prompt
 from bascule.options import check_options
-from bascule.serve.status import STATES, Closing, Status, Unknown
+from bascule.serve.status import STATES, Closing, Key, Reused, Status, Unknown
 
 _VERSION = 1  # of the table
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # changes with a loss of power
@@ -29,6 +29,9 @@ _TABLE = f"""create table if not exists requests (place integer primary key, mod
     {", ".join(_COLUMNS)});
     create unique index if not exists by_id on requests (id);
     create index if not exists by_end on requests (ended_at);
+    create table if not exists keys (key text not null, digest text not null, id text not null);
+    create index if not exists by_key on keys (key);
+    create index if not exists by_request on keys (id);
     pragma user_version = {_VERSION};"""
 
 logger = logging.getLogger(__name__)
@@ -103,14 +106,23 @@ class Spool:
         """Release the folder to other servers."""
         self._open.close()
 
-    def add(self, entries: Sequence[Entry]) -> None:
-        """Store requests, all or none."""
+    def add(self, entries: Sequence[Entry], key: Key | None = None) -> None:
+        """Store requests, all or none, and the key of the call that asked for them."""
         model = self._model
         rows = [(model, entry.image, entry.deadline_at, *_row(entry.status)) for entry in entries]
         marks = ", ".join("?" * (3 + len(_COLUMNS)))
         query = f"insert into requests (model, image, deadline_at, {', '.join(_COLUMNS)})"
         with self._base:
             self._base.executemany(f"{query} values ({marks})", rows)
+            keys = [(*key, entry.status.id) for entry in entries] if key is not None else []
+            self._base.executemany("insert into keys values (?, ?, ?)", keys)
+
+    def asked(self, key: Key) -> list[str]:
+        """Return the requests of an earlier call with a key; Reused if it was another call."""
+        rows = self._select("select digest, id from keys where key = ? order by rowid", key.name)
+        if any(digest != key.digest for digest, _ in rows):
+            raise Reused(key.name)
+        return [request_id for _, request_id in rows]
 
     def begin(self, request_id: str) -> None:
         """Count a start of a request, before its ranks get it: it may kill them."""
@@ -135,9 +147,11 @@ class Spool:
         return is_new
 
     def remove(self, status: Status) -> None:
-        """Remove an ended request and its output; OSError if the output stays."""
+        """Remove an ended request, its output and its key; OSError if the output stays."""
         self.output(status).unlink(missing_ok=True)
         with self._base:
+            query = "delete from keys where key in (select key from keys where id = ?)"
+            self._base.execute(query, [status.id])
             self._base.execute("delete from requests where id = ?", [status.id])
 
     def save(self, request_id: str, packed: Tensor, made_by: str) -> None:
@@ -194,6 +208,19 @@ class Spool:
         order = "ended_at, place" if first else "ended_at desc, place desc"
         query = f"select {', '.join(_COLUMNS)} from requests where ended_at is not null"
         return [_status(row) for row in self._select(f"{query} order by {order} limit ?", num)]
+
+    def page(self, kind: str, num: int, after: str | None, *, oldest_first: bool) -> list[str]:
+        """Return so many requests of a kind in the order of arrival, or from the newest on.
+
+        They follow the request `after`; Unknown if there is none of this name.
+        """
+        sign, order = (">", "asc") if oldest_first else ("<", "desc")
+        values, query = [kind], "select id from requests where kind = ?"
+        if after is not None:
+            query += f" and place {sign} (select place from requests where id = ?)"
+            values.append(self.status(after).id)
+        rows = self._select(f"{query} order by place {order} limit ?", *values, num)
+        return [request_id for (request_id,) in rows]
 
     def status(self, request_id: str) -> Status:
         """Return the status of a request at its arrival or end; Unknown if there is none."""

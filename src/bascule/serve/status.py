@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bascule.generate.options import Prompt
 
@@ -22,6 +23,21 @@ class Refusal(Exception):  # noqa: N818 - an answer to a client
 
     def __str__(self) -> str:
         return self.message
+
+
+class Key(NamedTuple):
+    """Name that a client gave a call, so that the same call again makes nothing twice."""
+
+    name: str
+    digest: str  # of what the call asks for
+
+
+class Reused(Refusal):
+    """Refusal because a key came before, with a call that asked for something else."""
+
+    def __init__(self, key: str) -> None:
+        message = f"Idempotency-Key {key}: came before with another call: send a new key"
+        super().__init__(422, message, "Idempotency-Key", "idempotency_key_reused")
 
 
 class Busy(Refusal):
