@@ -86,6 +86,8 @@ def run_server(
         open_spool = partial(Spool, options.spool, options.outputs_of(dtype_of(options, device)))
         spool = agree_on(world, lambda: open_spool() if world.rank == 0 else None, what=_START)
         pipeline, num_groups = start_pipeline(options, device), options.guidance_ranks or 1
+        gc.collect()
+        gc.freeze()  # later collections leave out what was loaded
         gc.enable()  # the command has disabled it
         engine = start_engine(options, pipeline, num_groups, save_every=options.save_every)
 
