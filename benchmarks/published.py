@@ -440,6 +440,22 @@ def qwen_h20(tokens: int) -> dict[int, float]:
     return {2**k: one / float(np.interp(tokens, list(_H20_MS), gains[k])) for k in range(3)}
 
 
+# Seconds of a step by side and requests in a batch: Qwen-Image with guidance on one H200, compiled.
+# Source: SGLang 22183.
+_H200_S = {
+    512: {1: 0.167, 2: 0.183, 3: 0.186, 4: 0.240, 8: 0.425, 16: 0.832},
+    1024: {1: 0.243, 2: 0.474, 3: 0.711},
+}
+MOST = 8  # requests in a batch
+
+
+def qwen_h200(side: int) -> list[float]:
+    """Return the seconds of 1, 2, .. requests in a batch, by lines through the published ones."""
+    points = _H200_S[side]
+    sizes = np.arange(1, min(MOST, max(points)) + 1)
+    return np.interp(sizes, list(points), list(points.values())).tolist()
+
+
 def synthetic_wan(tokens: int) -> dict[int, float]:
     """Return the seconds of the Wan that GF-DiT simulates: linear in tokens."""
     return {d: tokens * 0.1323e-3 / gain + 0.02 * (d - 1) for d, gain in _WAN_GAINS.items()}
@@ -501,6 +517,36 @@ def random4() -> Trace:
     sizes = {"512": (1024, 20), "768": (2304, 20), "1024": (4096, 25), "1536": (9216, 35)}
     kinds = [Request(step_s=qwen_h20(n), steps=k, kind=kind) for kind, (n, k) in sizes.items()]
     return evenly(kinds, (0.15, 0.25, 0.45, 0.15), 500, is_regular=True)
+
+
+def in_batches(kind: Request, curve: Sequence[float]) -> Request:
+    """Return a request that may share batches; its steps get longer with them as in a curve."""
+    batch_s = {d: [s / curve[0] * each for each in curve] for d, s in kind.step_s.items()}
+    return replace(kind, batch_key=kind.kind, batch_s=batch_s)
+
+
+def small_pictures(rate: float, most: int) -> list[Request]:
+    """Return requests for pictures of 512 x 512 pixels at fixed intervals, on single H200s."""
+    curve = qwen_h200(512)
+    kind = in_batches(Request(step_s={1: curve[0]}, steps=20, kind="512"), curve)
+    return [replace(kind, arrival_s=place / rate) for place in range(most)]
+
+
+def random4_in_batches(most: int = 500) -> Trace:
+    """Return RANDOM4 with batches: H20's seconds, which get longer with them as those of H200.
+
+    Pictures of 768 x 768 pixels, which are not published, are between 512 and 1024 by tokens; the
+    largest never share a batch.
+    """
+    small, large = qwen_h200(512)[:3], qwen_h200(1024)
+    share = (2304 - 1024) / (4096 - 1024)
+    middle = [
+        (1 - share) * a / small[0] + share * b / large[0] for a, b in zip(small, large, strict=True)
+    ]
+    curves = {"512": qwen_h200(512), "768": middle, "1024": large, "1536": [1.0]}
+    mix = random4()
+    kinds = [in_batches(kind, curves[kind.kind]) for kind in mix.kinds]
+    return replace(mix, kinds=kinds, most=most)
 
 
 _GF_DIT = {  # seconds, requests a minute, shares of S, M, L: traces of GF-DiT

@@ -108,7 +108,7 @@ class Untaught(Times):
     def __init__(self) -> None:
         """Know no pipeline."""
 
-    def measure(self, size: RequestSize, degree: int, seconds: float) -> None:
+    def measure(self, size: RequestSize, degree: int, seconds: float, batch: int = 1) -> None:
         """Forget it."""
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from bascule.plan.requests import (
     POLICIES,
     Balanced,
     Block,
+    EarliestDeadline,
     Job,
     Policy,
     Queue,
@@ -25,6 +27,7 @@ from bascule.plan.solver.solve import assign
 from bascule.sim.requests import Served, serve
 from benchmarks.published import (
     LLM_D,
+    MOST,
     NAMED,
     OTHERS,
     BestFit,
@@ -37,6 +40,8 @@ from benchmarks.published import (
     best_degrees,
     llm_d,
     policy_of,
+    random4_in_batches,
+    small_pictures,
 )
 
 Figures = tuple[float, float, float]  # P95, P99, share within three times its own seconds
@@ -101,7 +106,7 @@ def test_blocks_are_taken_and_joined(num_ranks: int) -> None:
     assert sorted(state.free) == everything
 
 
-def plain(*works: float, arrivals: Sequence[float] = (), **more: float) -> list[Request]:
+def plain(*works: float, arrivals: Sequence[float] = (), **more: Any) -> list[Request]:
     begins = arrivals or [0.0] * len(works)
     return [
         Request(step_s={1: work / 4}, steps=4, arrival_s=begin, kind=f"{work:g}", **more)
@@ -378,6 +383,229 @@ def test_what_is_refused() -> None:
         Request(step_s={1: 1.0}, steps=0)
     with pytest.raises(ConfigError, match="is not free"):
         State.of(4).take(Block(0, 8))
+
+
+def equal(num: int, *curve: float, steps: int = 4, **more: Any) -> list[Request]:
+    """Requests of one key; step seconds by batch."""
+    facts = {"step_s": {1: curve[0]}, "batch_s": {1: curve}, "batch_key": "a"} | more
+    return [Request(steps=steps, **facts) for _ in range(num)]
+
+
+def test_batches_by_hand() -> None:
+    first, second = equal(2, 1.0, 1.25)
+    together = [first, second]
+    assert serve(together, Queue("fifo"), 1, batch=1).end_s.tolist() == [4, 8]
+    assert serve(together, Queue("fifo"), 1, batch=2).end_s.tolist() == [5, 5]
+    assert serve(together, Queue("fifo"), 2, batch=2).end_s.tolist() == [4, 4]  # ranks come first
+    # It boards at 1 s; three steps together, then it takes one alone.
+    late = [first, replace(second, arrival_s=0.5)]
+    served = serve(late, Queue("fifo"), 1, batch=2)
+    assert served.end_s.tolist() == [4.75, 5.75]
+    assert served.rank_s_of.tolist() == [1 + 3.75 / 2, 3.75 / 2 + 1]
+    # A rider that ends first: two steps together, then two alone.
+    short = [first, replace(second, steps=2)]
+    assert serve(short, Queue("fifo"), 1, batch=2).end_s.tolist() == [4.5, 2.5]
+    # The batch waits while one decodes, for half a second.
+    late = [replace(request, once_s=0.5) for request in late]
+    assert serve(late, Queue("fifo"), 1, batch=2).end_s.tolist() == [5.25, 6.75]
+    # On two ranks alone at the end, where the last one decodes on one of them.
+    late = [replace(one, step_s={2: 1.0}, batch_s={2: (1.0, 1.25)}) for one in late]
+    served = serve(late, Queue("fifo", 2), 2, batch=2)
+    assert served.end_s.tolist() == [5.25, 6.75]
+    assert served.rank_s == pytest.approx(2 * (1 + 3.75 + 0.5 + 1) + 0.5)
+
+
+def test_nothing_boards_for_nothing() -> None:
+    """Batches that take as long as their requests, keys that differ, and lost deadlines."""
+    for others in (
+        equal(20, 1.0, 1.99, 2.97),
+        [replace(one, batch_key=place) for place, one in enumerate(equal(20, 1.0, 1.1))],
+        [replace(one, batch_key=None) for one in equal(20, 1.0, 1.1)],
+        equal(20, 1.0, 1.3, deadline_s=5.0),  # the first would be late, at 5.2
+    ):
+        requests = [replace(one, arrival_s=2.5 * place) for place, one in enumerate(others)]
+        if others[0].deadline_s < 6:
+            requests = [replace(one, deadline_s=one.arrival_s + 5.0) for one in requests]
+        for name in POLICIES:
+            ends = [
+                serve(requests, policy_of(name, requests, 2), 2, batch=most).end_s
+                for most in (1, 8)
+            ]
+            assert (ends[0] == ends[1]).all()
+
+
+def test_a_recalled_batch_keeps_its_riders() -> None:
+    """It stops at 2.25 s for a short one, and goes on with all."""
+
+    class Script:
+        def __init__(self) -> None:
+            self.batches = list[int]()
+
+        def decide(self, state: State, act: Starts) -> None:
+            short = [job for job in state.waiting if job.request.batch_key is None]
+            for job in [*short, *state.waiting][: state.num_free]:
+                act.start(job, Block(0, 1))
+            for job in state.running.values() if short else ():
+                act.recall(job)
+                self.batches.append(1 + len(job.riders))
+
+    requests = [*equal(2, 1.0, 1.25), *plain(0.5, arrivals=(2.0,))]
+    script = Script()
+    served = serve(requests, script, 1, batch=2)
+    assert served.end_s.tolist() == [5.5, 5.5, 3.0] and script.batches[0] == 2
+
+
+def test_a_batch_does_not_keep_its_ranks_from_others_for_ever() -> None:
+    """A request each second boards it; another one waits until it has had three times its time."""
+    stream = [replace(one, arrival_s=float(at)) for at, one in enumerate(equal(40, 1.0, 1.1, 1.2))]
+    requests = [stream[0], *plain(2.0, arrivals=(0.5,)), *stream[1:]]
+    served = serve(requests, Queue("fifo"), 1, batch=3)
+    assert 4 + 2 < served.end_s[1] <= 3 * 4 + 2
+    assert served.end_s.max() < 0.6 * serve(requests, Queue("fifo"), 1).end_s.max()
+
+
+def test_the_next_in_a_batch_leads_it() -> None:
+    state = State.of(2)
+    first, second, third = (Job(k, one, 4) for k, one in enumerate(equal(3, 1.0, 1.2, 1.4)))
+    for job in (first, second, third):
+        state.wait(job)
+    state.leave(first)
+    state.take(Block(0, 1))
+    state.running[0], first.block = first, Block(0, 1)
+    state.board(second, first)
+    state.board(third, first)
+    assert state.part(first) is second and state.runs(second) and second.riders == [third]
+    assert first.block is first.lead is second.lead is None and third.lead is second
+    state.wait(second)
+    assert state.waiting == [second] and second.block is third.block is None
+    assert state.part(second) is third and state.waiting == [third] and state.num_free == 2
+    assert state.part(third) is None and state.waiting == [third]  # alone, it stays
+
+
+def shared(seed: int, most: int) -> list[Request]:
+    """Requests of three sizes, whose batches gain much, little, or lose, some with deadlines."""
+    random, requests, now = np.random.default_rng(seed), list[Request](), 0.0
+    for _ in range(60):
+        now += float(random.choice([0.0, 0.5]))
+        size, gain = ((0.2, 0.9), (1.0, 0.3), (0.5, -0.2))[int(random.integers(3))]
+        step_s = {1: size, 2: 0.6 * size, 4: 0.5 * size}
+        batch_s = {
+            d: [s * (b - gain * (b - 1)) for b in range(1, most + 1)] for d, s in step_s.items()
+        }
+        steps = int(random.integers(1, 12))
+        due = now + steps * size * float(random.choice([1.5, 4.0, np.inf, np.inf]))
+        facts: dict[str, Any] = {"step_s": step_s, "steps": steps, "arrival_s": now}
+        facts |= {"deadline_s": due, "once_s": 0.3 * size, "kind": f"{size}"}
+        requests.append(Request(**facts, batch_key=size, batch_s=batch_s))
+    return requests
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "sjf:2", "srtf:2"])
+def test_every_request_of_batches_is_served_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, recalls, means = list[int](), list[int](), list[float]()
+    board_of, wait_of = State.board, State.wait
+
+    def boards(state: State, job: Job, lead: Job) -> None:
+        board_of(state, job, lead)
+        assert job.request.batch_key == lead.request.batch_key and state.runs(lead)
+        assert lead.lead is None and not job.riders and job.left and not state.waits(job)
+        batches.append(1 + len(lead.riders))
+
+    def waits(state: State, job: Job) -> None:
+        recalls.append(len(job.riders))
+        wait_of(state, job)
+
+    monkeypatch.setattr(State, "board", boards)
+    monkeypatch.setattr(State, "wait", waits)
+    for seed in range(6):
+        requests = shared(seed, most=4)
+        served = serve(requests, policy_of(name, requests, 4), 4, move_s=0.05, batch=3)
+        check(served)
+        again = serve(requests, policy_of(name, requests, 4), 4, move_s=0.05, batch=3)
+        assert (again.end_s == served.end_s).all()
+        alone = serve(requests, policy_of(name, requests, 4), 4, move_s=0.05)
+        means.append(float(served.latency_s.mean() / alone.latency_s.mean()))
+    assert np.mean(means) < 0.97 and max(means) < 1.1
+    assert max(batches) == 3
+    if name.startswith("srtf"):
+        assert max(recalls) > 0
+
+
+def test_no_deadline_is_lost_by_boarding() -> None:
+    """On one rank, the first deadline first: who met his one after another meets it in batches."""
+    random, num_met, num_lost = np.random.default_rng(0), 0, 0
+    for _ in range(300):
+        share = float(random.uniform(0.0, 1.0))
+        requests = [
+            replace(one, deadline_s=float(random.uniform(4, 16)), steps=int(random.integers(1, 6)))
+            for one in equal(5, *(b - share * (b - 1) for b in range(1, 5)))
+        ]
+        alone, served = (serve(requests, EarliestDeadline(), 1, batch=most) for most in (1, 4))
+        assert (served.on_time >= alone.on_time).all(), requests
+        num_met += int(served.on_time.sum() - alone.on_time.sum())
+        balanced = [serve(requests, Balanced(), 1, batch=most).on_time for most in (1, 4)]
+        num_lost += int((balanced[0] > balanced[1]).sum())
+    assert num_met > 200 and num_lost < 5  # it gives deadlines up for others
+
+
+def best_batches(requests: Sequence[Request]) -> tuple[float, float]:
+    """The least mean, and the most on time, of all orders and batches on one rank from 0 on."""
+    mean, on_time = float("inf"), 0.0
+    for order in permutations(requests):
+        for cuts in product((False, True), repeat=len(order) - 1):
+            batches = [[order[0]]]
+            for cut, request in zip(cuts, order[1:], strict=True):
+                batches += [[request]] if cut else []
+                batches[-1] += [] if cut else [request]
+            now, ends = 0.0, dict[int, float]()
+            for batch in batches:
+                done = 0
+                for num, request in zip(
+                    range(len(batch), 0, -1), sorted(batch, key=lambda one: one.steps), strict=True
+                ):
+                    now += (request.steps - done) * request.batch_s[1][num - 1]
+                    done, ends[id(request)] = request.steps, now
+            mean = min(mean, sum(ends.values()) / len(ends))
+            met = [ends[id(request)] <= request.deadline_s for request in requests]
+            on_time = max(on_time, sum(met) / len(met))
+    return mean, on_time
+
+
+def test_no_batches_beat_the_bound() -> None:
+    """All orders and batches of up to four requests; the bound is reached if batches are full."""
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        curve = np.cumsum(random.uniform(0.1, 1.2, 4)).tolist()
+        requests = [
+            replace(one, steps=int(random.integers(1, 6)), deadline_s=float(random.uniform(1, 9)))
+            for one in equal(4, *curve)
+        ]
+        mean, on_time = best_batches(requests)
+        bound = request_bound(requests, 1)
+        assert bound.mean_latency_s <= mean + 1e-9 and bound.on_time >= on_time - 1e-9
+    full = equal(4, 1.0, 1.0, 1.0, 1.0)
+    assert best_batches(full)[0] == 4.0
+    assert request_bound(full, 1).mean_latency_s == 4.0  # alone it takes as long
+    assert full[0].work_s == 1.0 and replace(full[0], batch_key=None).work_s == 4.0
+
+
+def test_small_pictures_gain_by_batches_and_random4_does_not_lose() -> None:
+    """At the seconds that SGLang published."""
+    small = small_pictures(30.0, 500)
+    for name in ("balanced", "srtf"):
+        last_s = [
+            serve(small, policy_of(name, small, 8), 8, move_s=0.05, batch=most).end_s.max()
+            for most in (1, MOST)
+        ]
+        assert last_s[0] >= 2.8 * last_s[1]
+    figures = list[list[float]]()
+    for most in (1, MOST):
+        drawn = [random4_in_batches(300).draw(0.45, seed) for seed in range(2)]
+        late = [serve(one, Balanced(), 8, move_s=0.05, batch=most).latency_s for one in drawn]
+        figures.append(np.mean([(x.mean(), np.percentile(x, 95)) for x in late], 0).tolist())
+    assert all(b <= 1.01 * a for a, b in zip(*figures, strict=True))
 
 
 class Counted(list[Job]):

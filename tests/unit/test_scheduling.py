@@ -154,7 +154,7 @@ class Noted(Untaught):
     def __init__(self) -> None:
         self.seconds = list[tuple[int, float]]()
 
-    def measure(self, size: RequestSize, degree: int, seconds: float) -> None:
+    def measure(self, size: RequestSize, degree: int, seconds: float, batch: int = 1) -> None:
         self.seconds.append((degree, seconds))
 
 

@@ -155,6 +155,25 @@ def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
     assert page.read_text().count('class="chart"') == 2
 
 
+def test_what_batches_are_worth(capsys: Console, tmp_path: Path) -> None:
+    """Seconds of two are those of one: twice the requests; three are not given, but lie between."""
+    words = "--mix 512x512@4 --requests 60 --ranks 2 --seeds 1 --degrees 1".split()
+    curve = "--batch-s", "512x512=1,1,4:2"
+    one = simulated(capsys, *words, *curve, "--rates", "0.8")
+    assert one["batch_worth"] == 2.0 and "without_batches" in one
+    ours, alone = one["rows"][0], one["without_batches"][0]
+    assert ours["mean_s"] < 4.7 < 10 < alone["mean_s"]
+    code, out, err = run(capsys, "simulate-requests", *words, *curve, "--rates", "0.8")
+    said = "Batches are worth 2.00x the requests per second at most; here mean 4."
+    assert code == 0 and said in out, err
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(LINES[0]))
+    words = "--arrivals", str(path), "--degrees", "1", "--rates", "1", "--batch-s", "512x512=1,2,3"
+    one = simulated(capsys, *words)
+    assert one["batch_worth"] == 1.0 and one["rows"][0]["mean_s"] == 20.0
+    assert "batch_worth" not in simulated(capsys, *words[:-2])
+
+
 @pytest.mark.parametrize(
     ("on_time", "mean_s", "best", "said"),
     [
@@ -201,6 +220,12 @@ def test_another_policy_is_advised_beyond_noise_alone(
         ("--mix 512@20", "'512@20': write a size, steps and a share"),
         ("--mix 512x512@20=0", "all shares are 0"),
         ("--mix 8x8@20", "8x8: has no token"),
+        ("--mix 64x64@5 --batch-s 512x512=1,2", "--batch-s: no request has the size 512x512"),
+        ("--mix 64x64@5 --batch-s 64x64=2:1", "as 512x512=0.167,0.183,4:0.240"),
+        ("--mix 64x64@5 --batch-s 64x64=1,4:2,3:1", "--batch-s 64x64=1,4:2,3:1: write a size"),
+        ("--mix 64x64@5 --batch-s 64x64=1,a", "--batch-s 64x64=1,a: write a size"),
+        ("--mix 64x64@5 --batch-s 64=1", "--batch-s 64=1: write a size"),
+        ("--mix 64x64@5 --batch-s 64x64=1,0", "--batch-s 64x64 0.0: must be finite"),
         ("--arrivals no.jsonl", "cannot read no.jsonl"),
     ],
 )

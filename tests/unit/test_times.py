@@ -16,7 +16,8 @@ def times(compiles: bool = False, **factors: int) -> Times:
     config = SimpleNamespace(num_attention_heads=24, attention_head_dim=128, num_layers=57)
     model: Any = torch.nn.Identity()
     model.config = config
-    return Times(SimpleNamespace(transformer=model, **factors), [1, 2, 4], compiles=compiles)
+    made = SimpleNamespace(transformer=model, **factors)
+    return Times(made, [1, 2, 4], most=4, compiles=compiles)
 
 
 def takes(**defaults: object) -> dict[str, Any]:
@@ -84,9 +85,37 @@ def test_a_step_that_compiles_is_left_out() -> None:
     assert one.once_s(LARGE) == 9.0
 
 
+def test_seconds_of_batches() -> None:
+    """Half a step is shared until a batch was measured; smaller sizes share at least as much."""
+    one = times()
+    large, small = one.batch_s(LARGE), one.batch_s(SMALL)
+    for table, step_s in ((large, one.step_s(LARGE)), (small, one.step_s(SMALL))):
+        assert {d: curve[0] for d, curve in table.items()} == step_s
+        for degree, alone in step_s.items():
+            assert table[degree] == pytest.approx([alone, 1.5 * alone, 2 * alone, 2.5 * alone])
+    one.measure(LARGE, 1, 2.0)
+    one.measure(LARGE, 1, 2.5, batch=2)  # 3/4 of a step are shared
+    assert large[1] == pytest.approx([2.0, 2.5, 3.0, 3.5])
+    one.measure(LARGE, 1, 4.4, batch=4)
+    assert large[1][2:] == pytest.approx([3.0, 4.4])
+    alone = one.step_s(LARGE)[4]
+    assert large[4] == pytest.approx([alone, 1.25 * alone, 1.5 * alone, alone * (4 - 3 * 0.6)])
+    assert small[1][1] == pytest.approx(1.5 * small[1][0])
+    one.measure(SMALL, 2, 1.0)
+    one.measure(SMALL, 2, 2.1, batch=2)  # it shares nothing, so that larger ones do not either
+    other = one.batch_s(RequestSize(2048, 1))
+    assert all(curve[1] == pytest.approx(2.1 * curve[0]) for curve in other.values())
+    tiny = one.batch_s(TINY)
+    assert all(curve[1] == pytest.approx(1.5 * curve[0]) for curve in tiny.values())
+    assert large[1][1] == pytest.approx(2.5)  # as measured
+    # A degree that ran in a batch first.
+    one.measure(TINY, 4, 3.0, batch=3)
+    assert tiny[4] == pytest.approx([1.5, 2.25, 3.0, 3.75])
+
+
 def test_few_forms_are_remembered() -> None:
     one = times()
     one.measure(LARGE, 1, 2.0)
     for num_tokens in range(1, 201):
         one.measure(RequestSize(num_tokens, 1), 0, 1.0)
-    assert max(map(len, (one._tables, one._predicted, one._measured))) == 64
+    assert max(map(len, (one._tables, one._predicted, one._measured, one._curves))) == 64

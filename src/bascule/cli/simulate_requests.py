@@ -53,6 +53,8 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
         requests: Number of requests of --mix. Default: 500.
         passes: Forward passes of a step: 2 with guidance.
         guidance_ranks: Groups of a request's GPUs that share the passes, if it has as many.
+        batch_s: Measured seconds of a step of 1, 2, .. requests in a batch on one GPU, by size:
+            512x512=0.167,0.183,0.186,8:0.425. Requests of these sizes share batches.
         slo: Multiply all deadlines by this factor.
         within: A request without a deadline counts as on time within this multiple of its time on
             the fewest GPUs. Policies ignore this option.
@@ -74,6 +76,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     requests: Annotated[int | None, Range(1, _MAX_REQUESTS)] = None
     passes: Annotated[int, Range(1, 16)] = 1
     guidance_ranks: Annotated[int, Range(1, 16)] = 1
+    batch_s: tuple[str, ...] = ()
     slo: Annotated[float, Range(1e-3, 1e6)] = 1.0
     within: Annotated[float, Range(1e-3, 1e6)] = 3.0
     ranks: Annotated[int, Range(1, 2**14), Group("Ranks and policies")] = 8
@@ -86,14 +89,15 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
 
     def read(self) -> "Workload":
         """Return the workload of --arrivals or --mix, restricted to the allowed degrees."""
-        from bascule.workload.requests import Recorded, Sizes, predicted
+        from bascule.workload.requests import Recorded, Sizes, curves_of, predicted
 
         if (self.arrivals is None) != bool(self.mix):
             raise ConfigError("give one of --arrivals and --mix")
         profile = self.hardware()
         cost = replace(model_shape(self.model).cost, gamma=profile.gamma)
         costs = predicted(profile, cost, self.passes, self.guidance_ranks)
-        sizes = Sizes(TokenRule.of_model(self.model), costs)
+        curves = curves_of(self.batch_s)
+        sizes = Sizes(TokenRule.of_model(self.model), costs, curves)
         if self.arrivals is None:
             mix = sizes.mix(self.mix, self.requests or 500, self.deadline)
             requests = [*map(self._restrict, mix.kinds)]
@@ -103,6 +107,8 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
             refuse(self, ("requests",), "--arrivals lists all requests; leave it out")
             requests = [*map(self._restrict, sizes.read(self.arrivals).requests)]
             workload = Recorded(requests)
+        if unused := curves.keys() - {request.batch_key for request in requests}:
+            raise ConfigError(f"--batch-s: no request has the size {', '.join(sorted(unused))}")
         due = [request.deadline_s < NEVER for request in requests]
         if not any(due):
             refuse(self, ("slo",), "no request has a deadline that it could scale; leave it out")
@@ -117,7 +123,8 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
         if not degrees:
             legal = f"can run on {', '.join(map(str, step_s))} ranks; --ranks is {self.ranks}"
             raise ConfigError(f"--degrees {' '.join(map(str, self.degrees))}: a request {legal}")
-        return replace(request, step_s={degree: step_s[degree] for degree in degrees})
+        batch_s = {d: request.batch_s[d] for d in degrees if d in request.batch_s}
+        return replace(request, step_s={d: step_s[d] for d in degrees}, batch_s=batch_s)
 
 
 def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
@@ -138,22 +145,43 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
         scale = load if options.rates else workload.scale(load, options.ranks)
         return workload.draw(scale, seed, slo=options.slo)
 
-    with waiting("simulating"):
-        rows = compare(
+    def simulated(policies: Sequence[str], batch: int) -> "list[Row]":
+        return compare(
             draw,
             loads,
-            list(dict.fromkeys((SERVED, *options.policies))),
+            policies,
             num_ranks=options.ranks,
             num_seeds=options.seeds,
             move_s=options.move_ms / 1e3,
             within=options.within,
+            batch=batch,
         )
+
+    requests = draw(loads[0], 0)
+    most = max(len(curve) for request in requests for curve in request.batch_s.values() or [[0.0]])
+    with waiting("simulating"):
+        rows = simulated(list(dict.fromkeys((SERVED, *options.policies))), most)
+        singly = simulated([SERVED], 1)[::2] if most > 1 else []  # without the bounds
     source = options.arrivals or " ".join(options.mix)
-    publish(options, report_of(rows, str(source), options.ranks, name.strip("-s")))
+    alone_s = sum(replace(request, batch_key=None).work_s for request in requests)
+    worth = alone_s / sum(request.work_s for request in requests)
+    axis = name.strip("-s")
+    publish(options, report_of(rows, str(source), options.ranks, axis, singly, worth))
 
 
-def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> Report:
-    """Report the server's figures, and how other policies change them; axis: "load" or "rate"."""
+def report_of(
+    rows: "Sequence[Row]",
+    source: str,
+    num_ranks: int,
+    axis: str,
+    singly: "Sequence[Row]" = (),
+    worth: float = 1.0,
+) -> Report:
+    """Report the server's figures, and how other policies change them; axis: "load" or "rate".
+
+    `singly` has the figures without batches, if there are batches, and `worth` how many times the
+    requests per second they let the GPUs do at most.
+    """
     from bascule.sim.requests import BOUND
 
     loads = list(dict.fromkeys(row.load for row in rows))
@@ -169,6 +197,16 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
     advice = f"Better for this load is bascule serve --policy {best.policy}: {better}."
     if worse:
         advice = f"With bascule serve --policy {best.policy}: {better}, but {worse}."
+
+    batching, extra = "", tuple[Fact, ...]()
+    for alone in (row.figures for row in singly if row.load == load):
+        texts = [
+            f"{_LATENCIES[key]} {seconds(own[key])} instead of {seconds(alone[key])}"
+            for key in ("mean_s", "p95_s")
+        ]
+        batching = f"Batches are worth {times(worth)} the requests per second at most; "
+        batching += f"here {', '.join(texts)}. "
+        extra = (Fact("batch_worth", "requests per second with batches", worth, times),)
 
     def table(title: str, *names: str) -> Rows:
         with_any = [row for row in rows if row.figures.keys() & set(names)]
@@ -192,6 +230,7 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
         Fact("mean_bound_s", "lower bound for any policy", bound["mean_s"], seconds),
         Fact("p95_s", f"P95 with {SERVED}", own["p95_s"], seconds),
         Fact("p99_s", f"P99 with {SERVED}", own["p99_s"], seconds),
+        *extra,
     )
     return Report(
         title=f"Requests on {num_ranks} GPUs: {source}",
@@ -199,7 +238,7 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
         f"{percent(own['on_time'])} of the requests on time; latency is {seconds(own['mean_s'])} "
         f"on average, P95 {seconds(own['p95_s'])}. "
         f"{'No other policy here is better.' if best is ours else advice} "
-        f"GPUs per request on average: {gpus}.",
+        f"{batching}GPUs per request on average: {gpus}.",
         facts=facts,
         parts=(
             _compared(f"Policies at {axis} {load:g}", ours, policies, unit),
@@ -220,7 +259,8 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
             "parts, so that no policy exceeds it, and maybe none reaches it.",
         ),
         values={fact.key: fact.value for fact in facts}
-        | {"rows": [{axis: row.load, "policy": row.policy} | row.figures for row in rows]},
+        | {"rows": [{axis: row.load, "policy": row.policy} | row.figures for row in rows]}
+        | {"without_batches": [{axis: row.load} | row.figures for row in singly]},
     )
 
 

@@ -14,6 +14,7 @@ from bascule.plan.requests import (
     Policy,
     Request,
     State,
+    board,
     policy_of,
     request_bound,
 )
@@ -27,7 +28,7 @@ class Served:
         requests: The requests in the order of arrival.
         end_s: Time at which each request was done, (n,).
         num_ranks: Ranks of the cluster.
-        rank_s_of: Rank-seconds that each request took, (n,).
+        rank_s_of: Rank-seconds that each request took, (n,); a batch shares its own evenly.
         run_s_of: Seconds that each request ran, (n,).
         num_moves: How often a request moved to other ranks.
     """
@@ -89,19 +90,80 @@ class _Cluster:
         self.num_moves = 0
         self._num_events = 0
         self._versions: dict[int, int] = {}  # of a job's valid event; earlier events are stale
-        self._since: dict[int, float] = {}  # time at which a job started on its block
+        self._since: dict[int, float] = {}  # time up to which a running job is charged
+        self.recalled = set[Job]()  # that have not stopped yet
         self._before: dict[int, Block] = {}  # the block on which a job ran last
 
     def start(self, job: Job, block: Block) -> None:
         """Let a waiting job run on free ranks."""
         state = self.state
         state.leave(job)
-        moved = self._before.get(job.number, block) != block
-        self.num_moves += moved
+        moved = self._move(job, block)
+        job.from_s = state.now_s
         job.steps_end_s = state.now_s + job.left * job.request.step_s[block.degree]
         job.steps_end_s += state.move_s * moved
-        self._before[job.number] = block
         self._place(job, block)
+        if job.riders:
+            for rider in job.riders:
+                self._move(rider, block)
+                self._since[rider.number] = state.now_s
+            self._go_on(job, state.now_s + state.move_s * moved)
+
+    def board(self, job: Job, lead: Job) -> None:
+        """Let a waiting job ride with a running one from its next boundary on."""
+        assert lead.block is not None
+        now_s, members = lead.present(self.state.now_s), (lead, *lead.riders)
+        begin = max(self.state.now_s, lead.boundary_s(now_s))
+        rests = [member.rest(now_s) for member in members]
+        for member, rest in zip(members, rests, strict=True):
+            member.left = rest
+        self._charge(lead, begin)
+        begin += self.state.move_s * self._move(job, lead.block)
+        self._since[job.number] = begin
+        self.state.board(job, lead)
+        self._go_on(lead, begin)
+
+    def end_first(self, lead: Job) -> tuple[Job, float]:
+        """Let the first of a batch leave it; return the job, and when it has decoded."""
+        assert lead.block is not None
+        members = [lead, *lead.riders]
+        job = min(members, key=lambda member: member.left)
+        fewest, once_s = job.left, job.request.once_s
+        end = self.state.now_s + once_s
+        for member in members:
+            member.left -= fewest
+        self.rank_s[job.number] += lead.block.degree * once_s
+        self.run_s[job.number] += once_s
+        rest = self.state.part(job)
+        assert rest is not None
+        for member in (rest, *rest.riders):
+            self._since[member.number] = end
+        self._go_on(rest, end)
+        return job, end
+
+    def _move(self, job: Job, block: Block) -> bool:
+        """Return whether a job moves to a block, and note it."""
+        moved = self._before.get(job.number, block) != block
+        self.num_moves += moved
+        self._before[job.number] = block
+        return moved
+
+    def _go_on(self, lead: Job, begin_s: float) -> None:
+        """Let a batch take its steps from then on until its first job ends."""
+        assert lead.block is not None
+        lead.plan(begin_s)
+        fewest = min(job.left for job in (lead, *lead.riders))
+        end = begin_s + fewest * lead.step_s(lead.block.degree)
+        self._push(end if lead.riders else lead.free_s, "end", lead)
+
+    def _charge(self, lead: Job, until_s: float) -> None:
+        """Charge the rank-seconds of a batch to its jobs."""
+        assert lead.block is not None
+        num, seconds = 1 + len(lead.riders), until_s - self._since[lead.number]
+        for job in (lead, *lead.riders):
+            self.rank_s[job.number] += lead.block.degree * seconds / num
+            self.run_s[job.number] += seconds
+            self._since[job.number] = until_s
 
     def finish(self, job: Job) -> None:
         """Let a job whose steps are done decode, on the first of its ranks."""
@@ -119,8 +181,9 @@ class _Cluster:
         self._push(job.free_s, "end", job)
 
     def recall(self, job: Job) -> None:
-        """Let a running job wait at its next boundary."""
-        if job.rest(self.state.now_s):
+        """Let a running job and its riders wait at their next boundary, unless one ends there."""
+        if all(member.rest(self.state.now_s) for member in (job, *job.riders)):
+            self.recalled.add(job)
             self._push(job.boundary_s(self.state.now_s), "recalled", job)
 
     def next_event(self) -> tuple[str, Job] | None:
@@ -129,10 +192,7 @@ class _Cluster:
         if self._versions[job.number] != version:
             return None
         self.state.now_s = time_s
-        assert job.block is not None
-        seconds = time_s - self._since[job.number]
-        self.rank_s[job.number] += job.block.degree * seconds
-        self.run_s[job.number] += seconds
+        self._charge(job, time_s)
         return what, job
 
     def _push(self, time_s: float, what: str, job: Job) -> None:
@@ -142,7 +202,12 @@ class _Cluster:
 
 
 def serve(
-    requests: Sequence[Request], policy: Policy, num_ranks: int, *, move_s: float = 0.0
+    requests: Sequence[Request],
+    policy: Policy,
+    num_ranks: int,
+    *,
+    move_s: float = 0.0,
+    batch: int = 1,
 ) -> Served:
     """Simulate a cluster that serves requests by a policy; deterministic.
 
@@ -151,6 +216,7 @@ def serve(
         policy: A new policy, because policies have state.
         num_ranks: Ranks of the cluster.
         move_s: Seconds that a request loses when it moves to other ranks.
+        batch: Most requests in a batch.
     """
     cluster = _Cluster(len(requests), num_ranks, move_s)
     state = cluster.state
@@ -171,16 +237,25 @@ def serve(
             what, job = event
             assert job.block is not None
             if what == "recalled":
-                step = job.request.step_s[job.block.degree]
-                job.left = round((job.steps_end_s - state.now_s) / step)
+                left = round((job.steps_end_s - state.now_s) / job.step_s(job.block.degree))
+                taken = job.left - left
+                for member in (job, *job.riders):
+                    member.left -= taken
+                cluster.recalled.remove(job)
                 state.wait(job)
+            elif job.riders:
+                job, end_s = cluster.end_first(job)
+                end[job.number] = end_s
             else:
                 state.release(job.block)
                 if job.block.degree > 1 and job.request.once_s:
                     cluster.finish(job)
                 else:
-                    end[job.number] = state.now_s
+                    end[job.number], job.block = state.now_s, None
         policy.decide(state, cluster)
+        if batch > 1:
+            recalled = [job.block.degree for job in cluster.recalled if job.block is not None]
+            board(state, cluster, batch, cluster.recalled, sum(recalled))
     return Served(requests, end, num_ranks, cluster.rank_s, cluster.run_s, cluster.num_moves)
 
 
@@ -228,6 +303,7 @@ def compare(
     num_seeds: int = 1,
     move_s: float = 0.05,
     within: float = 3.0,
+    batch: int = 1,
     make: Callable[[str, Sequence[Request], int, int], Policy] = policy_of,
 ) -> list[Row]:
     """Simulate a workload under each policy at each load, and return the rows of a table.
@@ -241,6 +317,7 @@ def compare(
         move_s: Seconds that a request loses when it moves to other ranks.
         within: A request without a deadline counts as on time within this multiple of its time on
             the fewest ranks. Policies ignore it.
+        batch: Most requests in a batch.
         make: Makes a policy from its name, the requests, the number of ranks and the seed.
     """
     rows = list[Row]()
@@ -251,7 +328,7 @@ def compare(
             due = [with_deadline(request, within) for request in requests]
             for name in policies:
                 policy = make(name, requests, num_ranks, seed)
-                served = serve(requests, policy, num_ranks, move_s=move_s)
+                served = serve(requests, policy, num_ranks, move_s=move_s, batch=batch)
                 figures.setdefault(name, []).append(replace(served, requests=due).figures())
             bound = request_bound(due, num_ranks)
             limits = {"on_time": bound.on_time, "mean_s": bound.mean_latency_s}

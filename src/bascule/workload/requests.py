@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,8 @@ from bascule.workload.tokens import TokenRule
 Costs = Callable[[int], Mapping[int, float]]
 """Returns the seconds of a step by degree, from its tokens."""
 
-_MOST_DEGREE = 8
+_MOST_DEGREE, _MOST_BATCH = 8, 64
+_CURVE = re.compile(r"(\d{1,7}x\d{1,7}(?:x\d{1,7})?)=(.+)")
 _CLASS = re.compile(r"(\d{1,7})x(\d{1,7})(?:x(\d{1,7}))?@(\d{1,7})(?:=(\d{1,7}(?:\.\d{1,7})?))?")
 
 
@@ -45,6 +46,32 @@ def predicted(
         return seconds
 
     return step
+
+
+def curves_of(words: Sequence[str]) -> dict[str, list[float]]:
+    """Return seconds of a step of 1, 2, .. requests in a batch by size.
+
+    The text "512x512=0.167,0.183,4:0.240" has the seconds of 1, 2 and 4; those of 3 lie between.
+    """
+    curves = dict[str, list[float]]()
+    for word in words:
+        known = dict[int, float]()
+        try:
+            match = _CURVE.fullmatch(word)
+            size, texts = match.groups() if match else ("", "")
+            for text in texts.split(","):
+                num, colon, seconds = text.rpartition(":")
+                known[int(num) if colon else max(known, default=0) + 1] = float(seconds)
+            if list(known) != sorted(known) or min(known) != 1 or max(known) > _MOST_BATCH:
+                raise ValueError(word)
+        except ValueError:
+            wrong = f"--batch-s {word}: write a size and the seconds of 1, 2, .. requests"
+            raise ConfigError(f"{wrong}, as 512x512=0.167,0.183,4:0.240") from None
+        for seconds in known.values():
+            number(f"--batch-s {size}", seconds, 1e-9, 1e6)
+        sizes = np.arange(1, max(known) + 1)
+        curves[size] = np.interp(sizes, list(known), list(known.values())).tolist()
+    return curves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +137,13 @@ class Sizes:
     Attributes:
         rule: Turns pixels into tokens.
         costs: Predicts the seconds of a step.
+        curves: Seconds of a step of 1, 2, .. requests in a batch on one rank, by size; they replace
+            predictions, in proportion on more ranks.
     """
 
     rule: TokenRule
     costs: Costs
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
     def request(
         self,
@@ -134,12 +164,19 @@ class Sizes:
             raise ConfigError(f"{width}x{height}: has no token: give more pixels")
         begin = number("arrival_s", arrival_s)
         wait = deadline_s if deadline_s == NEVER else number("deadline_s", deadline_s)
+        size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
+        step_s, batch_s = self.costs(tokens), dict[int, Sequence[float]]()
+        if (curve := self.curves.get(size)) is not None:
+            batch_s = {d: [s / step_s[1] * each for each in curve] for d, s in step_s.items()}
+            step_s = {degree: seconds[0] for degree, seconds in batch_s.items()}
         return Request(
-            step_s=self.costs(tokens),
+            step_s=step_s,
             steps=whole("steps", steps, 1, 10**6),
             arrival_s=begin,
             deadline_s=begin + wait,
-            kind=kind or f"{width}x{height}" + (f"x{frames}" if frames > 1 else ""),
+            kind=kind or size,
+            batch_key=size if batch_s else None,
+            batch_s=batch_s,
         )
 
     def read(self, path: Path) -> Recorded:

@@ -6,6 +6,7 @@ ends, or stops because the policy recalled it. Simulation and server run the sam
 """
 
 from bascule.plan.requests.balanced import Balanced as Balanced
+from bascule.plan.requests.boarding import board as board
 from bascule.plan.requests.bound import RequestBound as RequestBound
 from bascule.plan.requests.bound import request_bound as request_bound
 from bascule.plan.requests.queues import POLICIES as POLICIES

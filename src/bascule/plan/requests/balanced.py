@@ -60,6 +60,7 @@ class Balanced:
         self._span_s = 0.0  # in which those arrived
         self._last_s: float | None = None  # the last arrival
         self._known: dict[int, _Known] = {}  # by number of the job
+        self._most_known = _MANY
         self._last = -1
         self._virtual: list[float] = []  # times at which ranks would be free under fifo
         self._recent: deque[float] = deque()  # latencies of the last requests under fifo
@@ -73,9 +74,9 @@ class Balanced:
         """Set target degrees, start the jobs that fit, and recall jobs above their targets."""
         if self._num_changes != state.num_changes:
             self._num_changes = state.num_changes
-            for job in (*state.waiting, *state.running.values()):
+            for job in state.everyone():
                 if job.number in self._known:
-                    self._known[job.number].step_s = _fast(job.request)
+                    self._known[job.number].step_s = _fast(job.request.step_s)
         new = state.after(self._last)
         for job in new:
             self._last = job.number
@@ -100,7 +101,7 @@ class Balanced:
             needs, order = self._targets(state, jobs)
             self._turns = len(jobs) // 32 if len(jobs) > _MANY else 0
             self._line = sorted((order[job], job) for job in state.waiting) if self._turns else []
-            self._beside = list(state.running.values())
+            self._beside = [job for job in state.everyone() if job.block or job.lead]
         else:  # all waiting jobs fit
             self._widen(state, needs, room)
         missing = 0
@@ -117,7 +118,7 @@ class Balanced:
         block = state.free_block(degree)
         while block is None and degree > 1:
             degree //= 2
-            is_known = degree in self._known[job.number].step_s
+            is_known = degree in self._step_s(job)
             block = state.free_block(degree) if is_known else None
         if block is not None:
             act.start(job, block)
@@ -151,7 +152,7 @@ class Balanced:
             need = known.narrow if job in lost else views[job].need
             while need > room:
                 need //= 2
-            if need in known.step_s:
+            if need in self._step_s(job):
                 targets[job] = need
                 room -= need
         self._widen(state, targets, room)
@@ -182,17 +183,17 @@ class Balanced:
             job = state.running.get(block.first ^ block.degree)
             if job is None or job.block is None or job.block.degree != block.degree:
                 continue
-            step_s = self._known[job.number].step_s
-            if job.left and (wide := step_s.get(2 * block.degree)) is not None:
-                gain = job.rest(state.now_s) * (job.request.step_s[block.degree] - wide)
-                gain += job.free_s - job.steps_end_s - job.request.once_s
+            if job.left and (wide := self._step_s(job).get(2 * block.degree)) is not None:
+                gain = job.rest(state.now_s) * (job.step_s(block.degree) - wide)
+                if not job.riders:
+                    gain += job.free_s - job.steps_end_s - job.request.once_s
                 if gain > most:
                     best, most = job, gain
         if best is not None:
             act.recall(best)
 
     def _admit(self, state: State, job: Job) -> None:
-        request, step_s = job.request, _fast(job.request)
+        request, step_s = job.request, _fast(job.request.step_s)
         due = later = request.deadline_s
         if due == NEVER:
             self._virtual = self._virtual or [0.0] * state.num_ranks
@@ -211,10 +212,10 @@ class Balanced:
             due = min(later, request.arrival_s + _SOFT * alone_s)
         if not self._keeps_tails:
             self._add_work(request, step_s, state.num_ranks)
-        num_here = len(state.waiting) + len(state.running)
-        if len(self._known) > 2 * num_here + _MANY:  # forget ended requests
-            here = {job.number for job in (*state.waiting, *state.running.values())}
+        if len(self._known) > self._most_known:  # forget ended requests
+            here = {job.number for job in state.everyone()}
             self._known = {number: self._known[number] for number in here & self._known.keys()}
+            self._most_known = 2 * len(self._known) + _MANY
         self._known[job.number] = _Known(step_s, min(step_s), due, later)
 
     def _add_work(self, request: Request, step_s: Mapping[int, float], num_ranks: int) -> None:
@@ -237,7 +238,7 @@ class Balanced:
         best, cheapest = NEVER, min(self._works.values())
         most = max(_BUSY * state.num_ranks * self._span_s, _HARDLY * cheapest)
         jobs = [*state.running.values(), *state.waiting]
-        rests = [(job, job.rest(state.now_s), self._known[job.number].step_s) for job in jobs]
+        rests = [(job, job.rest(state.now_s), self._step_s(job)) for job in jobs]
         for degree, work in self._works.items():
             if degree > 1 and work > most:
                 continue
@@ -252,33 +253,72 @@ class Balanced:
             if total < best:
                 best, self._base = total, degree
 
+    def _step_s(self, job: Job) -> dict[int, float]:
+        """Return the seconds of a step of a job and its riders by degree, as `_Known.step_s`."""
+        if not job.riders:
+            return self._known[job.number].step_s
+        return _fast({degree: job.step_s(degree) for degree in job.request.step_s})
+
+    def _pressing(self, state: State, job: Job) -> list[Job]:
+        """Return the jobs of a batch whose deadlines count: of users and not over, if there are."""
+        members = [job, *job.riders]
+        due = [member for member in members if member.request.deadline_s < NEVER]
+        kept = [member for member in due if member.request.deadline_s >= state.now_s]
+        return kept or due or members
+
+    def _first(self, state: State, job: Job) -> Job:
+        """Return the job of a batch that is due first."""
+        return min(self._pressing(state, job), key=self._due)
+
+    def _due(self, job: Job) -> float:
+        return self._known[job.number].due_s
+
     def _view(self, state: State, job: Job) -> _View:
         known, request, rest = self._known[job.number], job.request, job.rest(state.now_s)
         at, begin = 0, state.now_s
         if job.block is not None:
             at = job.block.degree
-            begin = job.steps_end_s - (rest and rest * request.step_s[at])
+            begin = job.steps_end_s - (rest and rest * job.step_s(at))
         if at or job.left < request.steps:
             begin += state.move_s
+        if job.riders:
+            return self._view_of_batch(state, job, begin)
         room, step_s = known.due_s - begin - request.once_s, known.step_s
         slacks = [room - rest * step for step in step_s.values()]
         if at in step_s:
             slacks[list(step_s).index(at)] = known.due_s - job.free_s
-        need = _at_most(step_s, self._base)
-        if request.deadline_s < NEVER:  # idle ranks widen others
-            fits = (d for d, slack in zip(step_s, slacks, strict=True) if slack >= 0)
-            need = next(fits, max(step_s))
+        need = self._need(step_s, slacks, request.deadline_s)
         left_s = rest * step_s[known.narrow] + request.once_s
         work = need * rest * step_s[need] + request.once_s
         return _View(need, left_s, slacks[0], max(slacks), work)
+
+    def _view_of_batch(self, state: State, job: Job, begin_s: float) -> _View:
+        spans = {degree: job.spans(degree, state.now_s) for degree in self._step_s(job)}
+        of_jobs = [
+            [self._due(member) - begin_s - span[member] for span in spans.values()]
+            for member in self._pressing(state, job)
+        ]
+        hopeful = [of_job for of_job in of_jobs if max(of_job) >= 0] or of_jobs
+        slacks = [min(of_degree) for of_degree in zip(*hopeful, strict=True)]
+        ends = {degree: max(span.values()) for degree, span in spans.items()}
+        need = self._need(ends, slacks, job.deadline_s)
+        return _View(need, ends[min(ends)], slacks[0], max(slacks), need * ends[need])
+
+    def _need(self, degrees: Mapping[int, float], slacks: Sequence[float], due_s: float) -> int:
+        """Return the least degree that meets a deadline, else the last; idle ranks widen others."""
+        if due_s == NEVER:
+            return _at_most(degrees, self._base)
+        return next(
+            (d for d, slack in zip(degrees, slacks, strict=True) if slack >= 0), max(degrees)
+        )
 
     def _without_hope(self, state: State, views: Mapping[Job, _View]) -> set[Job]:
         """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
         lost = set[Job]()
         load, chosen = 0.0, list[tuple[float, int, Job]]()
-        due = {job: self._known[job.number].due_s for job in views}
+        due = {job: self._due(self._first(state, job) if job.riders else job) for job in views}
         for job in sorted(views, key=lambda job: (due[job], job.number)):
-            if job.request.deadline_s == NEVER:
+            if job.deadline_s == NEVER:
                 continue
             if views[job].slack_s < 0:
                 lost.add(job)
@@ -292,12 +332,14 @@ class Balanced:
         return lost
 
     def _order(self, state: State, job: Job, view: _View, is_lost: bool) -> Order:
-        request, known = job.request, self._known[job.number]
+        first = self._first(state, job) if job.riders else job
+        each_s = view.left_s / (1 + len(job.riders))
+        request, known = first.request, self._known[first.number]
         if is_lost or (request.deadline_s == NEVER and not self._keeps_tails):
             alone = request.seconds(known.narrow)
             if state.now_s - request.arrival_s - alone > _PATIENCE * alone:
                 return 0, request.arrival_s, job.number
-            return 2 + (is_lost and self._keeps_tails), view.left_s, job.number
+            return 2 + (is_lost and self._keeps_tails), each_s, job.number
         if request.deadline_s < NEVER:
             return 1, known.due_s, job.number
         if job.block is not None:  # the latest start that it had when it waited
@@ -307,7 +349,7 @@ class Balanced:
             slack += known.later_s - known.due_s
             known.due_s = known.later_s
         if slack >= view.left_s:
-            return 2, view.left_s, job.number
+            return 2, each_s, job.number
         return 1, known.due_s - view.left_s, job.number
 
     def _widen(self, state: State, targets: dict[Job, int], room: int) -> None:
@@ -317,9 +359,10 @@ class Balanced:
         gains: list[tuple[float, int, Job]] = []
 
         def offer(job: Job, degree: int) -> None:
-            step_s = self._known[job.number].step_s
+            step_s = self._step_s(job) if job.riders else self._known[job.number].step_s
             if 0 < degree <= room and 2 * degree in step_s:
                 gain = job.rest(state.now_s) * (step_s[degree] - step_s[2 * degree])
+                gain *= 1 + len(job.riders)
                 heapq.heappush(gains, (-gain, job.number, job))
 
         for job, degree in targets.items():
@@ -337,13 +380,13 @@ def _at_most(step_s: Mapping[int, float], degree: int) -> int:
     return max((wide for wide in step_s if wide <= degree), default=next(iter(step_s)))
 
 
-def _fast(request: Request) -> dict[int, float]:
+def _fast(step_s: Mapping[int, float]) -> dict[int, float]:
     """Return the seconds of a step by degree, without degrees that are no faster."""
-    step_s = dict[int, float]()
-    for degree, seconds in sorted(request.step_s.items()):
-        if seconds < min(step_s.values(), default=NEVER):
-            step_s[degree] = seconds
-    return step_s
+    fast = dict[int, float]()
+    for degree, seconds in sorted(step_s.items()):
+        if seconds < min(fast.values(), default=NEVER):
+            fast[degree] = seconds
+    return fast
 
 
 _SOFT = 3.0  # first deadline of a request without one, in times of its own

@@ -26,7 +26,7 @@ class Queue:
         """Return the sort key of a job in the queue; the least goes first."""
         if self._order == "fifo":
             return 0.0, job.number
-        return job.seconds(self.degree_of(job), now_s), job.number
+        return job.seconds(self.degree_of(job), now_s) / (1 + len(job.riders)), job.number
 
     def decide(self, state: State, act: Starts) -> None:
         """Start the first jobs of the queue while ranks are free."""
@@ -53,7 +53,7 @@ class EarliestDeadline:
     """A policy: earliest deadline first, at the fastest free degree; it recalls no request."""
 
     def __init__(self) -> None:
-        self._line = Line(lambda job: (job.request.deadline_s, job.number))
+        self._line = Line(lambda job: (job.deadline_s, job.number))
 
     def choose(self, state: State, job: Job, degrees: Sequence[int]) -> int:
         """Return the degree for a job, one of the free ones, which ascend."""

@@ -3,7 +3,7 @@
 import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -43,12 +43,25 @@ class Request:
     deadline_s: float = NEVER  # time by which it should end; `NEVER` without a deadline
     once_s: float = 0.0  # seconds that the text encoder and the decoder need on one rank
     kind: str = ""  # name of its class, for reports
+    batch_key: Hashable = None  # requests of equal keys may share a batch; None: it shares none
+    # Seconds of a step of 1, 2, .. requests in a batch, by degree; the first is that of `step_s`.
+    batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict[int, Sequence[float]])
 
     def __post_init__(self) -> None:
         fields(self, steps=(whole, 1, 10**6), arrival_s=number, once_s=number)
         are_powers = all(degree > 0 and degree & (degree - 1) == 0 for degree in self.step_s)
         if not are_powers or min(self.step_s.values(), default=0) <= 0:
             raise ConfigError(f"step_s={self.step_s}: give seconds above 0 for degrees 1, 2, 4, ..")
+        if not all(curve and min(curve) > 0 for curve in self.batch_s.values()):
+            raise ConfigError(f"batch_s={self.batch_s}: give seconds above 0 for each batch size")
+
+    def together_s(self, degree: int, num: int) -> float:
+        """Return the seconds of a step of a batch of `num` such requests at a degree.
+
+        A batch that `batch_s` does not have is computed one request after another.
+        """
+        curve = self.batch_s.get(degree, ())
+        return curve[num - 1] if 1 < num <= len(curve) else num * self.step_s[degree]
 
     def seconds(self, degree: int, steps: int | None = None) -> float:
         """Return the seconds of some steps (default: all) at a degree, plus `once_s`."""
@@ -61,37 +74,98 @@ class Request:
 
     @property
     def work_s(self) -> float:
-        """Rank-seconds of the request at its cheapest degree."""
-        return self.steps * min(d * s for d, s in self.step_s.items()) + self.once_s
+        """Rank-seconds of the request at its cheapest degree, in its cheapest batch."""
+        steps = [d * seconds for d, seconds in self.step_s.items()]
+        for d, curve in self.batch_s.items() if self.batch_key is not None else ():
+            steps += (d * seconds / num for num, seconds in enumerate(curve, 1))
+        return self.steps * min(steps) + self.once_s
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request that waits or runs."""
+    """A request that waits or runs, alone or as the lead of a batch, or rides in a batch.
+
+    A state and its policy know the lead alone, which has the ranks. Riders take steps with it.
+    """
 
     number: int  # in the order of arrival
     request: Request
-    left: int  # steps to take; of a running job, when it began on its block
+    left: int  # steps to take; of a running job, at `from_s`
     block: Block | None = None  # ranks on which it runs; None: it waits
-    steps_end_s: float = 0.0  # predicted end of a running job's steps on this block
-    free_s: float = 0.0  # predicted time at which a running job frees this block
+    from_s: float = 0.0  # time of the last change of its batch, maybe the next step boundary
+    steps_end_s: float = 0.0  # predicted end of a running job's steps if its batch stays the same
+    free_s: float = 0.0  # predicted time at which a running job and its riders free this block
+    riders: "list[Job]" = field(default_factory=list["Job"])  # the rest of the batch that it leads
+    lead: "Job | None" = None  # the lead of the batch in which it rides
+
+    @property
+    def deadline_s(self) -> float:
+        """The first deadline of it and its riders."""
+        if not self.riders:
+            return self.request.deadline_s
+        return min(job.request.deadline_s for job in (self, *self.riders))
+
+    def step_s(self, degree: int) -> float:
+        """Return the seconds of a step with its riders at a degree."""
+        if not self.riders:
+            return self.request.step_s[degree]
+        return self.request.together_s(degree, 1 + len(self.riders))
 
     def rest(self, now_s: float) -> int:
         """Return the number of steps left at the next step boundary; until it, a job runs one."""
-        if self.block is None or not self.left:  # it waits, or one rank decodes
+        if self.block is None or not self.left or now_s < self.from_s:  # or one rank decodes
             return self.left
-        to_end = (self.steps_end_s - now_s) / self.request.step_s[self.block.degree]
+        step = self.request.step_s[self.block.degree]
+        if self.riders or self.lead is not None:
+            step = (self.lead or self).step_s(self.block.degree)
+        to_end = (self.steps_end_s - now_s) / step
         return max(0, min(math.floor(to_end + 1e-9), self.left - 1))
+
+    def present(self, now_s: float) -> float:
+        """Return the time before all steps if none has begun, as when it just started; else now."""
+        return now_s if now_s > self.from_s else -NEVER
 
     def boundary_s(self, now_s: float) -> float:
         """Return the time of the next step boundary of a running job."""
         assert self.block is not None
         rest = self.rest(now_s)
-        return self.steps_end_s - (rest and rest * self.request.step_s[self.block.degree])
+        return self.steps_end_s - (rest and rest * self.step_s(self.block.degree))
+
+    def spans(
+        self, degree: int, now_s: float = 0.0, others: "Sequence[Job]" = ()
+    ) -> dict["Job", float]:
+        """Return the seconds from the next step boundary to the end of each job of its batch.
+
+        Steps get shorter as jobs end. While a job decodes, the others wait. `others` board there.
+        """
+        rests = [(job.rest(now_s), job) for job in (self, *self.riders, *others)]
+        rests.sort(key=lambda pair: pair[0])  # stable
+        done, now, spans = 0, 0.0, dict[Job, float]()
+        for num, (rest, job) in zip(range(len(rests), 0, -1), rests, strict=True):
+            now += (rest - done) * self.request.together_s(degree, num) + job.request.once_s
+            spans[job], done = now, rest
+        return spans
 
     def seconds(self, degree: int, now_s: float = 0.0) -> float:
-        """Return the seconds that a job needs from the next step boundary on, at a degree."""
-        return self.request.seconds(degree, self.rest(now_s))
+        """Return the seconds that it and its riders need from the next step boundary on."""
+        if not self.riders:
+            return self.request.seconds(degree, self.rest(now_s))
+        return max(self.spans(degree, now_s).values())
+
+    def plan(self, begin_s: float) -> None:
+        """Predict the ends of a running job and its riders, whose `left` steps begin then."""
+        assert self.block is not None
+        degree, step_s = self.block.degree, self.step_s(self.block.degree)
+        ends = self.spans(degree, -NEVER)  # all steps left
+        for job in (self, *self.riders):
+            job.block, job.from_s, job.steps_end_s = (
+                self.block,
+                begin_s,
+                begin_s + job.left * step_s,
+            )
+            job.free_s = begin_s + ends[job]
+        last, span_s = ends.popitem()
+        self.free_s = begin_s + span_s - (last.request.once_s if degree > 1 else 0.0)
 
 
 _number = attrgetter("number")
@@ -109,6 +183,7 @@ class State:
     num_free: int = 0  # free ranks
     move_s: float = 0.0  # seconds that a request loses when it goes on with other ranks
     num_changes: int = 0  # updates of the measured seconds of requests
+    since: dict[int, float] = field(default_factory=dict[int, float])  # when blocks were taken
 
     @classmethod
     def of(cls, num_ranks: int, *, move_s: float = 0.0) -> "State":
@@ -127,16 +202,23 @@ class State:
         return self.waiting[bisect_right(self.waiting, number, key=_number) :]
 
     def wait(self, job: Job) -> None:
-        """Make a job wait, and free its block."""
+        """Make a job wait with its riders, and free its block."""
         if job.block is not None:
             self.release(job.block)
-        job.block = None
+        for member in (job, *job.riders):
+            member.block = None
         insort(self.waiting, job, key=_number)
 
     def waits(self, job: Job) -> bool:
         """Return whether a job waits."""
         at = bisect_left(self.waiting, job.number, key=_number)
         return at < len(self.waiting) and self.waiting[at] is job
+
+    def everyone(self) -> Iterator[Job]:
+        """Yield all jobs, also riders."""
+        for job in (*self.waiting, *self.running.values()):
+            yield job
+            yield from job.riders
 
     def leave(self, job: Job) -> None:
         """Remove a waiting job."""
@@ -146,9 +228,38 @@ class State:
         """Return whether a job runs."""
         return job.block is not None and self.running.get(job.block.first) is job
 
+    def board(self, job: Job, lead: Job) -> None:
+        """Let a waiting job ride in the batch of a lead."""
+        self.leave(job)
+        lead.riders.append(job)
+        job.lead, job.block = lead, lead.block
+
+    def part(self, job: Job) -> Job | None:
+        """Take a job out of its batch, and return the lead of the others, which takes its place.
+
+        None: it was alone, and stays where it is.
+        """
+        lead = job.lead
+        if lead is not None:
+            lead.riders.remove(job)
+        elif job.riders:
+            lead, *others = job.riders
+            lead.from_s, lead.lead, lead.riders, job.riders = job.from_s, None, others, []
+            for rider in others:
+                rider.lead = lead
+            if job.block is not None:
+                self.running[job.block.first] = lead
+            else:
+                self.leave(job)
+                insort(self.waiting, lead, key=_number)
+        if lead is not None:
+            job.lead = job.block = None
+        return lead
+
     def release(self, block: Block) -> None:
         """Free a block, and merge it with free neighbours."""
         self.running.pop(block.first, None)
+        self.since.pop(block.first, None)
         self.num_free += block.degree
         while (other := Block(block.first ^ block.degree, block.degree)) in self.free:
             self.free.remove(other)
@@ -163,6 +274,7 @@ class State:
                 raise ConfigError(f"{block} is not free: free blocks are {sorted(self.free)}")
             around = Block(around.first & ~around.degree, 2 * around.degree)
         self.free.remove(around)
+        self.since[block.first] = self.now_s
         self.num_free -= block.degree
         while around.degree > block.degree:
             half = around.degree // 2
@@ -183,7 +295,7 @@ class Line:
     def __init__(self, key: Callable[[Job], tuple[float, int]]) -> None:
         self._key = key
         self._heap: list[tuple[tuple[float, int], Job]] = []
-        self._away: list[Job] = []  # taken jobs, which may wait again
+        self._away: list[Job] = []  # jobs that run or ride, which may wait again
         self._last = -1
         self._num_changes = 0  # as of the last update
 
@@ -191,16 +303,17 @@ class Line:
         """Add the jobs that have begun to wait, also those that wait again."""
         new = [*state.after(self._last), *filter(state.waits, self._away)]
         self._last = max([self._last, *(job.number for job in new)])
-        self._away = list(filter(state.runs, self._away))
         if self._num_changes != state.num_changes:
+            self._away += (job for _, job in self._heap if not state.waits(job))
             self._num_changes, self._heap, new = state.num_changes, [], state.waiting
+        self._away = [job for job in self._away if state.runs(job) or job.lead is not None]
         for job in new:
             heapq.heappush(self._heap, (self._key(job), job))
 
     def first(self, state: State) -> Job | None:
         """Return the first waiting job."""
         while self._heap and not state.waits(self._heap[0][1]):
-            heapq.heappop(self._heap)
+            self.take()
         return self._heap[0][1] if self._heap else None
 
     def take(self) -> None:
