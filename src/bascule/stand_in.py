@@ -1,5 +1,6 @@
 """Reversible replacements of one method of one object, and helpers for trial calls of models."""
 
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,7 @@ class Override:
         self, owner: Any, name: str, around: Callable[..., Any], *, with_copies: bool = False
     ) -> None:
         self._owner, self._is_on, self.is_removed = owner, True, False
+        self._calling = set[int]()  # threads in `around`, which call the replaced method
         base: Any = type(owner)
         method: Any = getattr(base, name)
 
@@ -90,8 +92,13 @@ class Override:
             is_overridden = self._is_on and not self.is_removed and (this is owner or with_copies)
             if torch.compiler.is_compiling() or not is_overridden:
                 return method(this, *args, **kwargs)
-            with self.suspended():
+            if (thread := threading.get_ident()) in self._calling:
+                return method(this, *args, **kwargs)
+            self._calling.add(thread)
+            try:
                 return around(partial(method, this), *args, **kwargs)
+            finally:
+                self._calling.remove(thread)
 
         def reduce(this: Any, protocol: Any) -> tuple[Any, ...]:
             return object.__new__, (_class_below(base),), base.__reduce_ex__(this, protocol)[2]

@@ -25,8 +25,9 @@ from bascule.diffusers.degrees import Shape
 from bascule.diffusers.tables import table_of
 from bascule.errors import CommError
 from bascule.generate.tiny import TINY, TINY_WAN
-from bascule.plan.requests import Block
+from bascule.plan.requests import Balanced, Block, Policy
 from bascule.serve import engine as engine_module
+from bascule.serve import scheduling as scheduling_module
 from bascule.serve.blocks import shape_of_block
 from bascule.serve.engine import Engine
 from bascule.serve.jobs import Jobs, Sink
@@ -38,10 +39,12 @@ from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.serving import (
     Asked,
     Restless,
+    Ride,
     Script,
     Scripted,
     Served,
     Untaught,
+    boarding_at_random,
     compared,
     pipeline_of,
     serve,
@@ -98,6 +101,7 @@ def test_images() -> None:
             "forgotten": Asked(LATENT, Block(3, 1), {1: "rest", "paused": "cancel"}),
         },
         {"four": Asked(GUIDED, Block(0, 4))},
+        *riding(LATENT),
         {"grows": Asked(LATENT, Block(0, 1), GROWS)},
         {
             "rests": Asked(GUIDED, Block(0, 1), RESTS),
@@ -129,6 +133,7 @@ def test_images() -> None:
             "large": [(1, 0, 1)],
         },
     )
+    check_ride(served)
     ends = {name: (served[name].end.kind, served[name].end.step) for name in served}
     assert ends["cancelled"] == ("cancelled", 1) and ends["forgotten"] == ("paused", 1)
     assert ends["wrong"] == ("failed", 0)
@@ -155,13 +160,50 @@ def check_again(served: Served, step: int, block: Block, tolerance: float) -> No
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.slow
 def test_videos_by_schedulers_of_many_steps(scheduler: str) -> None:
-    scenes = [moving({**VIDEO, "output_type": "latent"})[0], moving(VIDEO)[1]]
+    latents = {**VIDEO, "output_type": "latent"}
     again = {"output_type": "latent", **VIDEO}
+    scenes: list[Any] = [moving(latents)[0], moving(VIDEO)[1], *riding(latents)]
     scenes += [{"again": Asked(again, Block(1, 1), {5: "cancel"})}]
     scenes += [{"again": Asked(again, Block(1, 1))}]
     served = run_ranks(serve_saving, RANKS, partial(pipeline_of, TINY_WAN, scheduler), scenes)[0]
     check(served, {"grows": GROWN, "rests": RESTED})
+    check_ride(served)
     check_again(served["again"], 4, Block(1, 1), 0.0)
+
+
+MEMBERS = {"a": STEPS, "b": STEPS - 2, "c": STEPS}  # steps
+# A batch that grows on its way, rests, and goes on elsewhere; `b` ends before the others.
+RIDE: list[Any] = [
+    *(["a", "b"], ("go on",), ("halt",), ("move", Block(0, 2)), ("board", "c"), ("go on",)),
+    *(("halt",), ("move", Block(0, 4)), ("halt",), ("pause",), Block(2, 2)),
+]
+
+
+def riding(arguments: dict[str, Any], script: list[Any] = RIDE) -> list[Ride]:
+    asked = {
+        name: arguments | {"prompt": name, "num_inference_steps": steps}
+        for name, steps in MEMBERS.items()
+    }
+    return [Ride(asked, Block(1, 1), script)]
+
+
+def check_ride(served: dict[str, Served], tolerance: float = 1e-5) -> None:
+    for name, steps in MEMBERS.items():
+        one = served[name]
+        assert (one.end.kind, one.end.step) == ("done", steps) and one.apart <= tolerance, one
+
+
+def counted(make: Any, *args: Any, **ways: Any) -> tuple[dict[str, Served], list[int]]:
+    """What happened, and the requests of each call of the transformer until all was served."""
+    calls, pipeline = list[int](), make()
+
+    def count(_: Any, __: Any, inputs: dict[str, Any], ___: Any) -> None:
+        calls.append(inputs["hidden_states"].shape[0])
+
+    pipeline.transformer.register_forward_hook(count, with_kwargs=True)
+    pipelines = iter([pipeline])
+    served = serve(lambda: next(pipelines, None) or make(), *args, **ways)
+    return served, calls
 
 
 def tiled_pipeline() -> Any:
@@ -196,8 +238,11 @@ def test_ways_to_share_a_request(
     rested: list[tuple[int, int, int]],
     apart: float,
 ) -> None:
-    served = run_ranks(partial(serve, **ways), RANKS, make, moving(arguments))[0]
+    short = [["a", "b"], ("go on",), ("board", "c")]  # compilers are slow
+    scenes = [*moving(arguments), *riding(arguments, short if "compiles" in ways else RIDE)]
+    served = run_ranks(partial(serve, **ways), RANKS, make, scenes)[0]
     check(served, {"grows": GROWN, "rests": rested}, apart)
+    check_ride(served, apart)
     assert (served["grows"].apart > 1e-5) == ("comm_dtype" in ways)
 
 
@@ -294,7 +339,7 @@ def calls_of_a_block() -> int:
 
 
 def begin(orders: Orders, name: str, arguments: dict[str, Any], block: Block) -> None:
-    orders.run(name, block, orders.keep(name, arguments, 0))
+    orders.run(name, block, [(name, orders.keep(name, arguments, 0))])
 
 
 def stop_after_one(orders: Orders) -> None:
@@ -372,15 +417,17 @@ def with_momentum(name: str) -> Any:
 
     @wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
-        pipeline.averages = [0.0]
+        self.owner.averages = [0.0]
         kind.set_timesteps(self, *args, **kwargs)
 
     def step(self: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        pipeline.averages[0] = output + 0.5 * pipeline.averages[0]
-        return kind.step(self, pipeline.averages[0], *args, **kwargs)
+        averages = self.owner.averages
+        averages[0] = output + 0.5 * averages[0]
+        return kind.step(self, averages[0], *args, **kwargs)
 
     averaging: Any = type("Averaging", (kind,), {"set_timesteps": set_timesteps, "step": step})
     pipeline.scheduler = averaging.from_config(pipeline.scheduler.config)
+    pipeline.scheduler.owner = pipeline
     return pipeline
 
 
@@ -401,17 +448,26 @@ def test_what_a_pipeline_keeps_between_steps_moves_with_a_request() -> None:
 
 
 def odd_pipeline() -> Any:
-    """The scheduler keeps what cannot travel for a large image, and rank 1 draws no noise."""
+    """The scheduler keeps what cannot travel for a large image; rank 1 draws no noise for small.
+
+    The transformer takes two images at once.
+    """
     pipeline = pipeline_of(TINY)
-    scheduler, prepare = pipeline.scheduler, pipeline.prepare_latents
 
-    def prepared(*args: Any, **kwargs: Any) -> Any:
-        scheduler.odd = object() if args[2] == LARGE["height"] else None
-        if dist.get_rank() == 1:
+    def refuse(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if inputs["hidden_states"].shape[0] > 2:
+            raise MemoryError("no memory is left for three")
+
+    pipeline.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
+    kind: Any = type(pipeline)
+
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.scheduler.odd = object() if args[2] == LARGE["height"] else None
+        if dist.get_rank() == 1 and args[2] == LATENT["height"]:
             raise MemoryError("no memory is left")
-        return prepare(*args, **kwargs)
+        return kind.prepare_latents(self, *args, **kwargs)
 
-    pipeline.prepare_latents = prepared
+    pipeline.__class__ = type(kind.__name__, (kind,), {"prepare_latents": prepared})
     return pipeline
 
 
@@ -420,12 +476,20 @@ def test_a_rank_that_cannot_join_fails_the_request_alone() -> None:
     scenes = [
         {"stays": Asked(LARGE, Block(0, 1), joins)},
         {"fails": Asked(LATENT, Block(0, 1), joins)},
+        Ride(
+            {"x": LATENT, "y": {**LATENT, "height": 48}, "z": LATENT},
+            Block(0, 1),
+            [["x", "y"], ("go on",), ("halt",), ("move", Block(0, 2)), ("board", "z")],
+        ),
+        Ride({name: {**LATENT, "height": 48} for name in "pqr"}, Block(0, 2), [["p", "q", "r"]]),
         {"next": Asked(LATENT, Block(0, 1))},
     ]
     served = run_ranks(serve, 2, odd_pipeline, scenes)[0]
-    check(served, {"stays": [], "next": []})
-    assert served["fails"].end.kind == "failed" and served["fails"].end.step == 1
-    assert "rank 1 of group 'serve': MemoryError" in served["fails"].end.reason
+    check(served, {"stays": [], "next": [], "y": [(1, 0, 2), (STEPS, 0, 1)]})
+    check(served, {name: [(STEPS, 0, 1)] for name in "pqr"})  # one after the other
+    for name, step in {"fails": 1, "x": 1, "z": 0}.items():
+        end = served[name].end
+        assert (end.kind, end.step, end.reason[:19]) == ("failed", step, "rank 1: MemoryError")
     refused = [one for one in served["stays"].events if one.kind == "refused"]
     assert [one.step for one in refused] == [1] and "keeps a object as 'odd'" in refused[0].reason
 
@@ -440,20 +504,24 @@ def failing(kind: str) -> str:
         forward = norm.forward
 
         def strike(*args: Any, **kwargs: Any) -> Any:
-            if engine._run is not None and engine._run.num_done == 2:
+            batch = engine._batch
+            if batch is not None and [run.num_done for run in batch.members.values()] == [2, 2]:
                 if kind == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise MemoryError("no memory is left")
             return forward(*args, **kwargs)
 
         norm.forward = strike
-    if engine.orders is not None:
-        begin(engine.orders, "shared", LATENT, Block(0, 2))
+    if engine.orders is not None:  # of a batch
+        names = "shared", "beside"
+        tickets = [(name, engine.orders.keep(name, LATENT, 0)) for name in names]
+        engine.orders.run("batch", Block(0, 2), tickets)
     error = ""
     try:
         engine.run()
     except (CommError, MemoryError) as failure:
         error = str(failure)
+    assert not any("bascule request" in thread.name for thread in threading.enumerate())
     if engine.orders is not None:
         events = [engine.orders.events.get(timeout=60) for _ in range(4)]
         assert [one.kind for one in events] == ["step"] * 3 + ["ended"]
@@ -544,16 +612,19 @@ def test_what_cannot_be_done_is_refused_or_left_out() -> None:
 
 
 class Moving(Sink):
-    """Outputs of requests that change ranks whenever they can; some are cancelled."""
+    """Outputs of requests that change ranks whenever they can; with a seed some are cancelled."""
 
-    def __init__(self, scheduler: Scheduler, seed: int) -> None:
-        self._scheduler, self._random = scheduler, Random(seed)
+    def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
+        self._scheduler, self._random = scheduler, None if seed is None else Random(seed)
         self.kinds, self.done = Counter[str](), list[tuple[Task, Event]]()
 
     def changed(self, task: Task, event: Event | None) -> None:
         """Count news, and cancel a few."""
         self.kinds[event.kind if event is not None else "ordered"] += 1
-        if event is not None and event.kind == "step" and self._random.random() < 0.02:
+        num = 1 if event is None else len(event.members)
+        self.kinds["most in a batch"] = max(num, self.kinds["most in a batch"])
+        is_step = event is not None and event.kind == "step"
+        if is_step and self._random is not None and self._random.random() < 0.02:
             self._scheduler.cancel(task)
             self.kinds["cancelled"] += 1
 
@@ -569,18 +640,23 @@ class Moving(Sink):
         self.kinds["failed"] += state == "failed"
 
 
-def at_random(seed: int, num_requests: int, num_groups: int) -> tuple[Counter[str], float]:
-    """Requests that change ranks whenever it can be: news by kind, and the largest difference."""
+def queued(
+    policy: Policy, asked: list[dict[str, Any]], num_groups: int = 1, seed: int | None = None
+) -> tuple[Counter[str], float]:
+    """Requests in batches of three at most: news by kind, and the largest difference."""
     torch.set_num_threads(1)
     engine = Engine(pipeline_of(TINY), num_groups=num_groups)
     if engine.orders is None:
         engine.run()
         return Counter(), 0.0
-    scheduler, random = Scheduler(engine.orders, Restless(seed), Untaught()), Random(seed)
+    scheduler = Scheduler(engine.orders, policy, Untaught(), most_batch=3)
     sink = Moving(scheduler, seed)
-    for number in range(num_requests):
-        scheduler.add(task_of(str(number), number, random.choice((LATENT, GUIDED, LARGE))))
-    with ThreadPoolExecutor(1) as pool:
+    for number, arguments in enumerate(asked):
+        scheduler.add(task_of(str(number), number, arguments))
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        if seed is not None:
+            rule = boarding_at_random(seed)
+            stack.enter_context(mock.patch.object(scheduling_module, "board", rule))
         loop = pool.submit(Jobs(scheduler, sink, until_idle=True).run)
         engine.run()
     loop.result()
@@ -592,14 +668,47 @@ def at_random(seed: int, num_requests: int, num_groups: int) -> tuple[Counter[st
     return sink.kinds, apart
 
 
+def in_batches(scenes: list[Ride], asked: list[dict[str, Any]]) -> tuple[Any, ...]:
+    return counted(partial(pipeline_of, TINY), scenes), queued(Balanced(), asked, 2)
+
+
+@pytest.mark.slow
+def test_batches() -> None:
+    """Members of any steps come and go; those of other sizes or calls are computed apart.
+
+    A queue of requests of 9 and 3 steps is in batches that some leave early, on ranks that share
+    guidance.
+    """
+    eight = {str(k): {**LATENT, "prompt": f"boat {k}"} for k in range(8)}
+    script = [["a", "b"], ("go on",), ("board", "c"), ("board", "large"), ("go on",)]
+    script += [("board", "wrong"), ("board", "guided"), ("board", "late"), ("cancel", "c")]
+    mixed = {"a": LATENT, "b": {**LATENT, "num_inference_steps": 4}, "c": LATENT, "large": LARGE}
+    mixed |= {"wrong": {**LATENT, "nothing": 1}, "guided": GUIDED, "late": LATENT}
+    scenes = [Ride(eight, Block(0, 1), [list(eight)]), Ride(mixed, Block(0, 1), script)]
+    asked = [{**GUIDED, "num_inference_steps": 9 - 6 * (k % 2)} for k in range(9)]
+    (served, calls), (kinds, apart) = run_ranks(in_batches, 2, scenes, asked)[0]
+    assert calls[:STEPS] == [8] * STEPS and max(calls[STEPS:]) == 4
+    ends = {name: (one.end.kind, one.end.step) for name, one in served.items()}
+    assert ends.pop("c") == ("cancelled", 1) and ends.pop("wrong") == ("failed", 0)
+    assert "unexpected keyword argument 'nothing'" in served["wrong"].end.reason
+    assert ends.pop("b") == ("done", 4) and {*ends.values()} == {("done", STEPS)}
+    assert max(served[name].apart for name in ends) <= 1e-5
+    assert apart <= 1e-5 and kinds["done"] == 9 and kinds["most in a batch"] == 3
+    assert kinds["boarded"] > 0
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_moves_at_random(seed: int, num_groups: int) -> None:
-    kinds, apart = run_ranks(at_random, RANKS, seed, 60, num_groups)[0]
+    random = Random(seed)
+    asked = [random.choice((LATENT, GUIDED, LARGE)) for _ in range(60)]
+    kinds, apart = run_ranks(queued, RANKS, Restless(seed), asked, num_groups, seed)[0]
     assert apart <= 1e-5
     assert kinds["done"] + kinds["cancelled"] == 60 and kinds["done"] > 40
-    assert min(kinds["moved"], kinds["paused"]) > 10 and kinds["failed"] == kinds["refused"] == 0
+    assert min(kinds["moved"], kinds["paused"]) > 10 and kinds["boarded"] > 0
+    assert kinds["most in a batch"] == 3
+    assert kinds["failed"] == kinds["refused"] == 0
 
 
 def test_items_arrive_as_they_left() -> None:

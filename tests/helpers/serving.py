@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -114,7 +114,10 @@ class Untaught(Times):
 
 def task_of(name: str, number: int, arguments: dict[str, Any], saved: Tensor | None = None) -> Task:
     """A task by its arguments or its saved state, whose number is its seed."""
-    request = Request(step_s={1: 4.0, 2: 2.0, 4: 1.0}, steps=arguments["num_inference_steps"])
+    step_s = {1: 4.0, 2: 2.0, 4: 1.0}
+    together = {degree: [s, 1.1 * s, 1.2 * s] for degree, s in step_s.items()}
+    steps = arguments["num_inference_steps"]
+    request = Request(step_s=step_s, steps=steps, batch_key=1, batch_s=together)
     facts: dict[str, Any] = {"id": name, "size": RequestSize(1, 1)}
     facts["arguments"] = lambda: arguments if saved is None else saved
     prompt = Prompt(prompt="", seed=number)
@@ -156,9 +159,70 @@ def play(
             if wanted is not None:
                 scheduler.halt(task)
             elif task.at is not None:
-                orders.order(task.at, task.id, "go on")
+                scheduler._order(task, "go on")
         scheduler.decide()
     assert not scheduler._users and scheduler.state.num_free == orders.num_ranks
+    return served
+
+
+@dataclass(frozen=True, slots=True)
+class Ride:
+    """Requests in one batch.
+
+    Attributes:
+        asked: Arguments of each request.
+        block: Where it starts.
+        script: Who begins, then an order for each time that the batch waits for one, an action with
+            the name of a request or a block; or where it goes on after a pause.
+    """
+
+    asked: dict[str, dict[str, Any]]
+    block: Block
+    script: list[Any]
+
+
+def ride(orders: Orders, batch: Ride) -> dict[str, Served]:
+    """Let requests be a batch as its script says, and return what happened."""
+    asked, block = batch.asked, batch.block
+    served = {name: Served([]) for name in asked}
+    tickets = {
+        name: orders.keep(name, arguments, seed)
+        for seed, (name, arguments) in enumerate(asked.items())
+    }
+    (first, *rest), num_runs = batch.script, 0
+
+    def run(at: Block, names: Sequence[str]) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        orders.run(f"batch {num_runs}", at, [(name, tickets[name]) for name in names])
+
+    run(block, first)
+    members, boarding = set(first), ""
+    while members:
+        event = orders.events.get(timeout=100)
+        assert event.kind != "ended", event.reason
+        if event.kind == "saved":
+            continue
+        for one in event.by_request():
+            served[one.request_id].events.append(one)
+        waits = event.kind in ("step", "boarded", "halted", "cancelled", "refused")
+        waits |= event.kind == "failed" and event.request_id == boarding
+        block, boarding = event.block, "" if event.kind in ("boarded", "failed") else boarding
+        if event.kind in ("done", "failed", "cancelled"):
+            members.discard(event.request_id)
+        if event.kind == "paused":
+            tickets |= event.tickets
+            run(rest.pop(0), list(event.members))
+        elif waits and members:
+            action, *whom = rest.pop(0) if rest else ("go on",)
+            what: dict[str, Any] = {"block": whom[0]} if action == "move" else {}
+            if action in ("board", "cancel"):
+                what = {"id": whom[0]}
+            if action == "board":
+                what["ticket"], boarding = tickets[whom[0]], whom[0]
+                members.add(boarding)
+            orders.order(block, f"batch {num_runs}", action, **what)
+    assert not rest, rest
     return served
 
 
@@ -166,21 +230,23 @@ class Patient(Engine):
     """An engine that waits for an order after each step."""
 
     def _take(self, wait_s: float | None = None) -> Any:
-        return super()._take(None if self._run is None else 100.0)
+        return super()._take(None if self._batch is None else 100.0)
 
 
 def serve(
-    make: Callable[[], Any], scenes: list[dict[str, Asked]], **ways: Any
+    make: Callable[[], Any], scenes: Sequence[dict[str, Asked] | Ride], **ways: Any
 ) -> dict[str, Served]:
     """Play scenes one after the other, on all ranks; rank 0 returns what happened."""
     torch.set_num_threads(1)
-    engine = Patient(make(), **ways)
+    pipeline = make()
+    engine = Patient(pipeline, **ways)
     served, saved, errors = dict[str, Served](), dict[str, Tensor](), list[Exception]()
 
     def schedule(orders: Orders) -> None:
         try:
-            for asked in scenes:
-                served.update(play(orders, asked, saved))
+            for scene in scenes:
+                is_ride = isinstance(scene, Ride)
+                served.update(ride(orders, scene) if is_ride else play(orders, scene, saved))
             orders.stop()
         except Exception as error:
             errors.append(error)
@@ -191,11 +257,18 @@ def serve(
         threading.Thread(target=schedule, args=(orders,)).start()
     engine.run()
     if orders is not None:
-        assert orders.events.get(timeout=60).kind == "ended"
-        last = {name: (one, k) for asked in scenes for k, (name, one) in enumerate(asked.items())}
-        for name, (one, seed) in last.items():
+        assert orders.events.get(timeout=60).kind == "ended" and not engine._post._items
+        last = dict[str, tuple[dict[str, Any], int]]()
+        for scene in scenes:
+            for seed, (name, one) in enumerate(
+                scene.asked.items() if isinstance(scene, Ride) else scene.items()
+            ):
+                last[name] = one.arguments if isinstance(one, Asked) else one, seed
+        for name, (arguments, seed) in last.items():
             if served[name].end.kind == "done":  # each alone: pipelines may keep values
-                served[name] = compared(served[name], make(), one.arguments, seed)
+                served[name] = compared(served[name], make(), arguments, seed)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("bascule request")]
     return served
 
 
@@ -228,12 +301,30 @@ class Restless:
                 act.recall(job)
 
 
+def boarding_at_random(seed: int) -> Callable[..., None]:
+    """A rule by which waiting requests board any batch that may take them in."""
+    random = Random(seed)
+
+    def board(state: State, act: Scheduler, most: int, closed: set[Any], _: int) -> None:
+        for job in [job for job in state.waiting if job not in closed and not job.riders]:
+            leads = [lead for lead in state.running.values() if lead not in closed]
+            leads = [lead for lead in leads if 1 + len(lead.riders) < most]
+            if leads and random.random() < 0.2:
+                act.board(job, random.choice(leads))
+
+    return board
+
+
 class Even(Times):
     """Seconds of steps by which ranks gain all that they could; nothing is measured."""
 
     def step_s(self, size: RequestSize) -> dict[int, float]:
         """As many seconds as tokens, shared by the ranks."""
         return {degree: 0.01 * size.num_tokens / degree for degree in (1, 2, 4)}
+
+    def batch_s(self, size: RequestSize) -> dict[int, list[float]]:
+        """No batches."""
+        return {}
 
     measure = Untaught.measure
 

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,12 @@ def start() -> None:
     engine.Engine._encode = encode_or_fail
     time.time = set_back
     generating.os.replace = may_be_full
-    engine.Engine._serve = _told(
-        engine.Engine._serve, folder, "runs", lambda message: message["id"]
+    engine.Engine._admit = _told(
+        engine.Engine._admit, folder, "runs", lambda _, members: [name for name, _ in members]
     )
     engine.Engine._report = _told(engine.Engine._report, folder, "ends", _ended)
-    Spool.begin = _told(Spool.begin, folder, "begins", lambda request_id: request_id)
-    Spool.forgive = _told(
-        Spool.forgive, folder, "forgiven", lambda request_id=None: request_id or "", is_after=True
-    )
+    Spool.begin = _told(Spool.begin, folder, "begins", lambda *ids: ids)
+    Spool.forgive = _told(Spool.forgive, folder, "forgiven", lambda *ids: ids, is_after=True)
     strike = os.environ.get("BASCULE_STRIKE", "").split()
     if "BASCULE_RESTLESS" in os.environ:
         ServeOptions.make_policy = lambda self, degrees: Restless(0)
@@ -95,15 +93,15 @@ def start() -> None:
     setattr(owner, name, _struck(getattr(owner, name), place, nth, folder))
 
 
-def _ended(run: Any, what: str, **_: Any) -> str:
-    return run.id if what in ("done", "failed", "cancelled") else ""
+def _ended(_: Any, what: str, run: Any = None, **__: Any) -> list[str]:
+    return [run.id] if what in ("done", "failed", "cancelled") else []
 
 
 def _told(
     function: Callable[..., Any],
     folder: Path,
     what: str,
-    name: Callable[..., str],
+    names: Callable[..., Sequence[str | None]],
     *,
     is_after: bool = False,
 ) -> Any:
@@ -112,9 +110,8 @@ def _told(
     @functools.wraps(function)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs) if is_after else None
-        if request_id := name(*args, **kwargs):
-            with (folder / "ran").open("a") as file:
-                file.write(f"{what} {request_id}\n")
+        with (folder / "ran").open("a") as file:
+            file.writelines(f"{what} {name}\n" for name in names(*args, **kwargs) if name)
         return result if is_after else function(self, *args, **kwargs)
 
     return called

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.requests import Balanced, Block, policy_of
+from bascule.plan.requests import Balanced, Block, board, policy_of
+from bascule.serve import engine as engine_module
+from bascule.serve import scheduling
 from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
 from bascule.serve.orders import Event, Orders
@@ -19,79 +21,111 @@ from bascule.serve.post import Ticket
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.times import RequestSize
 from bascule.sim.requests import serve
-from tests.helpers.serving import Restless, Scripted, Untaught, task_of
+from tests.helpers.serving import Restless, Scripted, Untaught, boarding_at_random, task_of
 
 
 class Obedient(Orders):
-    """Ranks that halt, move and pause requests as ordered; some states cannot travel."""
+    """Ranks that do with batches what is ordered; some states cannot travel."""
 
     def __init__(self, num_ranks: int, stuck: Sequence[str] = ()) -> None:
         self.num_ranks, self.events, self._stuck = num_ranks, queue.SimpleQueue[Event](), stuck
-        self.at, self.steps, self.said = dict[str, Block](), dict[str, int](), list[str]()
-        self._halting, self._resting, self._cancelled = set[str](), set[str](), set[str]()
+        self.steps, self.said, self.most = dict[str, int](), list[str](), 0
+        self._blocks, self._members = dict[str, Block](), dict[str, list[str]]()
+        self._inbox, self._resting = dict[str, list[tuple[str, dict[str, Any]]]](), set[str]()
+        self.held = set[str]()  # requests whose states are kept
+        self.has_stopped, self.boarded = False, list[str]()
+
+    def stop(self) -> None:
+        assert not self.at
+        self.has_stopped = True
+
+    @property
+    def at(self) -> dict[str, Block]:
+        """Ranks of each request."""
+        return {name: self._blocks[b] for b, members in self._members.items() for name in members}
 
     def drop(self, ticket: Ticket) -> None:
-        """Hold no states."""
+        self.held.remove(ticket.key)
 
     def keep(self, request_id: str, arguments: Any, seed: int) -> Ticket:
         del arguments, seed
+        assert request_id not in self.held
+        self.held.add(request_id)
         return Ticket(0, request_id, 0)
 
-    def run(self, request_id: str, block: Block, ticket: Ticket) -> None:
-        del ticket
-        self._take(request_id, block)
-        self._report("moved" if request_id in self.steps else "step", request_id)
-        self.steps.setdefault(request_id, 0)
+    def run(self, batch: str, block: Block, members: Sequence[tuple[str, Ticket]]) -> None:
+        assert batch not in self._inbox
+        self._inbox[batch], are_new = [], all(name not in self.steps for name, _ in members)
+        self._take(batch, block, [name for name, _ in members])
+        self._report("step" if are_new else "moved", batch)
 
-    def order(self, at: Block, request_id: str, action: str, block: Block | None = None) -> None:
-        if self.at.get(request_id) != at:  # it has ended
-            return
-        self.said.append(f"{action} {request_id}")
-        if action == "halt":
-            self._halting.add(request_id)
-            return
-        if action == "cancel" and request_id not in self._resting:
-            self._cancelled.add(request_id)
-            return
-        self._resting.discard(request_id)
-        if action == "cancel":
-            self._leave(request_id, "cancelled")
-        elif action in ("pause", "move") and request_id in self._stuck:
-            self._report("refused", request_id)
-        elif action == "move":
-            assert block is not None
-            del self.at[request_id]
-            self._take(request_id, block)
-            self._report("moved", request_id)
-        elif action == "pause":
-            self._leave(request_id, "paused", ticket=Ticket(0, request_id, 0))
+    def order(self, at: Block, batch: str, action: str, **what: Any) -> None:
+        if self._blocks.get(batch) == at:  # else it has ended
+            self.said.append(f"{action} {batch.partition(' ')[0]}")
+            self._inbox[batch].append((action, what))
+            if batch in self._resting:
+                self._follow(batch)
 
     def step(self) -> None:
         """Let requests that do not rest take a step; at the fourth they have ended."""
-        for name in [name for name in self.at if name not in self._resting]:
-            self.steps[name] += 1
-            self._report("step", name)
-            if self.steps[name] == 4:
-                self._leave(name, "done")
-            elif name in self._cancelled:
-                self._leave(name, "cancelled")
-            elif name in self._halting:
-                self._resting.add(name)
-                self._report("halted", name)
-        self._halting.clear()
+        for batch in [batch for batch in self._blocks if batch not in self._resting]:
+            for name in self._members[batch]:
+                self.steps[name] += 1
+            self.most = max(self.most, len(self._members[batch]))
+            self._report("step", batch)
+            for name in [name for name in self._members[batch] if self.steps[name] == 4]:
+                self._leave(batch, name, "done")
+            self._follow(batch)
 
-    def _leave(self, name: str, kind: str, **facts: Any) -> None:
-        self._report(kind, name, **facts)
-        del self.at[name]
+    def _follow(self, batch: str) -> None:
+        """Do what is ordered until the batch goes on or has ended."""
+        while batch in self._blocks and (inbox := self._inbox[batch]):
+            action, what = inbox.pop(0)
+            members, name = self._members[batch], what.get("id", "")
+            is_stuck = not {*members}.isdisjoint(self._stuck)
+            if action == "halt":
+                self._resting.add(batch)
+                self._report("halted", batch)
+            elif action == "board":
+                self.boarded.append(name)
+                self._take(batch, self._blocks.pop(batch), [*self._members.pop(batch), name])
+                self._report("boarded", batch, [name])
+            elif action == "cancel":
+                if name in members:
+                    self._leave(batch, name, "cancelled")
+            else:
+                self._resting.discard(batch)
+                if action == "move" and not is_stuck:
+                    del self._blocks[batch]
+                    self._take(batch, what["block"], self._members.pop(batch))
+                    self._report("moved", batch)
+                elif action == "pause" and not is_stuck:
+                    tickets = {name: self.keep(name, {}, 0) for name in members}
+                    self._report("paused", batch, tickets=tickets)
+                    del self._blocks[batch], self._members[batch]
+                elif action != "go on":
+                    self._report("refused", batch)
 
-    def _take(self, name: str, block: Block) -> None:
-        taken = {rank for other in self.at.values() for rank in other.ranks}
-        assert taken.isdisjoint(block.ranks)
-        self.at[name] = block
+    def _leave(self, batch: str, name: str, kind: str) -> None:
+        self._report(kind, batch, [name])
+        self._members[batch].remove(name)
+        if not self._members[batch]:
+            del self._blocks[batch], self._members[batch]
+            self._resting.discard(batch)
 
-    def _report(self, kind: str, name: str, **facts: Any) -> None:
-        facts |= {"step": self.steps.get(name, 0), "num_steps": 4}
-        self.events.put(Event(kind, name, time.monotonic(), self.at[name], **facts))
+    def _take(self, batch: str, block: Block, members: list[str]) -> None:
+        assert all({*other.ranks}.isdisjoint(block.ranks) for other in self._blocks.values())
+        assert self.at.keys().isdisjoint(members)
+        self._blocks[batch], self._members[batch] = block, members
+        self.held -= {*members}
+        for name in members:
+            self.steps.setdefault(name, 0)
+
+    def _report(self, kind: str, batch: str, names: Sequence[str] = (), **facts: Any) -> None:
+        members = {name: (self.steps[name], 4) for name in names or self._members[batch]}
+        first, (step, num_steps) = next(iter(members.items()))
+        facts |= {"step": step, "num_steps": num_steps, "members": members}
+        self.events.put(Event(kind, first, time.monotonic(), self._blocks[batch], **facts))
 
 
 def take(scheduler: Scheduler, orders: Orders, num: int) -> None:
@@ -131,21 +165,36 @@ def test_requests_that_swap_their_ranks_do_not_wait_for_each_other() -> None:
     assert {task.phase for task in tasks} == {"running"}
 
 
+@pytest.mark.parametrize("most_batch", [1, 3])
 @pytest.mark.parametrize("stuck", [(), ("r1", "r4")])
-def test_requests_end_wherever_a_policy_puts_them(stuck: Sequence[str]) -> None:
+def test_requests_end_wherever_a_policy_puts_them(
+    stuck: Sequence[str], most_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In each turn requests that run take a step, and any number of events arrive."""
+    most, num_boarded = 0, 0
     for seed in range(200):
         orders, random = Obedient(4, stuck), Random(seed)
-        scheduler = Scheduler(orders, Restless(seed), Untaught())
+        scheduler = Scheduler(orders, Restless(seed), Untaught(), most_batch=most_batch)
+        rule = boarding_at_random(seed) if seed % 2 else board
+        monkeypatch.setattr(scheduling, "board", rule)
         tasks_of(scheduler, 6)
-        for _ in range(200):
+        for turn in range(200):
             orders.step()
+            if turn % 2 and turn < 12:
+                scheduler.add(task_of(f"s{turn}", 10 + turn, {"num_inference_steps": 4}))
             if scheduler.tasks and random.random() < 0.02:
                 scheduler.cancel(random.choice(list(scheduler.tasks.values())))
+            if turn == 12 and seed % 8 == 0:
+                scheduler.close()
             take(scheduler, orders, random.randint(0, 8))
         take(scheduler, orders, orders.events.qsize())
-        assert not scheduler.tasks, seed
-        assert not scheduler._users and scheduler.state.num_free == 4
+        most, num_boarded = max(most, orders.most), num_boarded + len(orders.boarded)
+        assert not scheduler.tasks or scheduler.is_closed, seed
+        assert {(task.phase, task.at) for task in scheduler.tasks.values()} <= {("new", None)}
+        assert not (scheduler._users or orders.at or orders.held), seed
+        assert scheduler.is_closed or scheduler.state.num_free == 4
+        assert orders.has_stopped == scheduler.is_closed
+    assert most == most_batch and (num_boarded > 100) == (most_batch > 1)
 
 
 class Noted(Untaught):
@@ -212,25 +261,24 @@ def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatc
         order = next(orders, {})
         if not order:
             raise queue.Empty
-        return passing(50.0 if wait_s is None else 0.0, {"kind": "order", "id": "r"} | order)
+        return passing(50.0 if wait_s is None else 0.0, {"kind": "order", "batch": "r"} | order)
 
     engine: Any = object.__new__(Engine)
-    run: Any = SimpleNamespace(
-        id="r", since=0.0, num_done=1, block=Block(0, 1), is_begun=False, latents=[]
-    )
+    run: Any = SimpleNamespace(id="r", num_done=1, num_steps=4, is_last=False, error=None)
+    batch: Any = engine_module._Batch("r", Block(0, 1), {"r": run})
     said: Any = SimpleNamespace(
         send=lambda *_, what, seconds, **__: reports.append((what, seconds)) or passing(0.25)
     )
-    engine._mail, engine._pipeline, engine._shares_tiles = said, SimpleNamespace(), True
-    engine._save_every = 0
-    for name, result in {"_leads": True, "_synchronize": None, "_release": None}.items():
+    engine._mail, engine._shares_tiles, engine._save_every = said, True, 0
+    engine.stays = False
+    for name, result in {"_leads": True, "_synchronize": None}.items():
         monkeypatch.setattr(Engine, name, lambda *_, result=result: result)
     monkeypatch.setattr(Engine, "_meet", lambda _, __, decision: passing(1.0, decision))
     monkeypatch.setattr(engine, "_take", take)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     for _ in range(3):
         passing(4.0)
-        engine._boundary(run, {})
+        engine._boundary(batch)
     assert reports == [("step", 4.0), ("step", 5.25), ("halted", 0.25), ("step", 5.0)]
 
 

@@ -5,7 +5,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +44,9 @@ class Ranks(Orders):
         self.begun[request_id] = arguments
         return Ticket(0, request_id, 0)
 
-    def run(self, request_id: str, block: Block, ticket: Ticket) -> None:
-        del ticket
-        self.running[request_id] = block
+    def run(self, batch: str, block: Block, members: Sequence[tuple[str, Ticket]]) -> None:
+        del batch
+        self.running |= {request_id: block for request_id, _ in members}
 
     def _send(self, *_: Any, **__: Any) -> None:
         """Go on: a request ends before its next step."""

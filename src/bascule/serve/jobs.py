@@ -99,14 +99,20 @@ class Jobs:
             if not task.is_cancelled:
                 self._sink.saved(task, event.output)
             return False
+        events = event.by_request()
+        tasks = [self._scheduler.tasks[each.request_id] for each in events]
         asks = self._scheduler.handle(event)
-        if not task.is_cancelled:
-            if event.kind == "done":
-                write = self.writer.submit(self._sink.write, task, event.output)
-                self._writes[task.id] = write
-                write.add_done_callback(lambda _: self._orders.tell("written", task.id))
-            if event.kind == "failed":
-                self._sink.ended(task, "failed", event.reason)
-            else:
-                self._sink.changed(task, event)  # which waits for the disk, too
+        for task, each in zip(tasks, events, strict=True):
+            if not task.is_cancelled:
+                self._pass_on(task, each)
         return asks
+
+    def _pass_on(self, task: Task, event: Event) -> None:
+        if event.kind == "done":
+            write = self.writer.submit(self._sink.write, task, event.output)
+            self._writes[task.id] = write
+            write.add_done_callback(lambda _: self._orders.tell("written", task.id))
+        if event.kind == "failed":
+            self._sink.ended(task, "failed", event.reason)
+        else:
+            self._sink.changed(task, event)  # which waits for the disk, too

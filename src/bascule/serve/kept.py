@@ -5,6 +5,7 @@ are left out, as caches of steps are refused. So are objects of other libraries:
 state of steps, and accelerate's hooks belong to one device.
 """
 
+import copy
 import inspect
 from collections.abc import Iterator
 from enum import Enum
@@ -42,12 +43,33 @@ def write_state(root: Any, state: list[tuple[Path, Any]]) -> None:
             raise ConfigError(f"a {name} lacks {path} on this rank: another rank has it") from error
 
 
+def with_own_state(value: Any, made: dict[int, Any]) -> Any:
+    """Return a copy of an object with state of its own, and the same models; `made` is for copies.
+
+    Tensors are shared: steps replace them.
+    """
+    if id(value) in made:
+        return made[id(value)]
+    is_plain = isinstance(value, Tensor | dict | list | tuple) or not hasattr(value, "__dict__")
+    if _is_stateless(value) or (is_plain and type(value) not in (list, dict)):
+        return value
+    twin = made[id(value)] = copy.copy(value)
+    items = _items(twin)
+    for key, entry in list(enumerate(items) if isinstance(items, list) else items.items()):
+        if key != _CONFIG:
+            items[key] = with_own_state(entry, made)
+    return twin
+
+
+def _is_stateless(value: Any) -> bool:
+    is_of_library = type(value).__module__.partition(".")[0] in _STATELESS_LIBRARIES
+    return is_of_library or isinstance(value, _FIXED) or inspect.isroutine(value)
+
+
 def _values(owner: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
     items = _items(owner)
     for key, value in enumerate(items) if isinstance(items, list) else items.items():
-        is_stateless = type(value).__module__.partition(".")[0] in _STATELESS_LIBRARIES
-        is_stateless = is_stateless or isinstance(value, _FIXED) or inspect.isroutine(value)
-        if key == _CONFIG or is_stateless:
+        if key == _CONFIG or _is_stateless(value):
             continue
         if _is_plain(value):
             yield [*path, key], value

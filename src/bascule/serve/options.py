@@ -42,6 +42,7 @@ class ServeOptions(Outputs, EngineOptions):
         max_body_bytes: Most bytes of the body of a call.
         max_images: Most images of a call.
         degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
+        batch: Most requests of one size that ranks compute together, where that saves time; 1: off.
         policy: Rule that decides which request runs next, on how many ranks: balanced, greedy,
             fifo, sjf, srtf, or sjf:4 for four ranks per request. simulate-requests compares them.
         advise: Print the options that are predicted to serve --mix or --arrivals best on --ranks,
@@ -71,6 +72,7 @@ class ServeOptions(Outputs, EngineOptions):
     max_body_bytes: Annotated[int, Range(10**3, 2**30)] = 2**25
     max_images: Annotated[int, Range(1, 1000)] = 8
     degrees: Annotated[tuple[int, ...], Group("Ranks")] = ()
+    batch: Annotated[int, Range(1, 64)] = 8
     policy: str = SERVED
     advise: Annotated[bool, Group("Advice")] = False
     mix: tuple[str, ...] = ()

@@ -2,7 +2,8 @@
 
 import queue
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,38 +17,52 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of a request.
+    """An event of a request, or of all requests of a batch.
 
-    Its kind is "step": `step` steps are done (0: its prompts are encoded), and the request may
-    change ranks. "halted": it waits for an order. "moved": it continues on `block`. "paused":
-    `ticket` is its state. "cancelled". "done": `output` is there. "failed": for `reason`.
-    "refused": it could not move or pause, for `reason`, and continues. "saved": `output` is a copy
-    of its state, packed. "ended": the engine ended, by an error if there is a `reason`. Rank 0
-    itself queues "asked" and "written".
+    Of a batch: "step": its members have taken a step, or at 0 done steps their prompts are encoded;
+    they may change ranks. "halted": it waits for an order. "moved": it continues on `block`.
+    "paused": `tickets` are the states of its members. "refused": it could not move or pause, for
+    `reason`, and continues. Of a request: "boarded": it has joined its batch. "cancelled". "done":
+    `output` is there. "failed": for `reason`. "saved": `output` is a copy of its state, packed. Of
+    the engine: "ended", by an error if there is a `reason`. Rank 0 itself queues "asked" and
+    "written".
     """
 
     kind: str
-    request_id: str  # empty for "ended"
+    request_id: str  # of a batch's first member; empty for "ended"
     time: float  # `time.monotonic` of rank 0 when it got the event
     block: Block  # ranks of the request; after a move the new ones
     step: int = 0  # number of steps done
     num_steps: int | None = None  # of the request; None if the pipeline does not say
-    # Of the step or the encoding; "moved": the first rank's wait for others; "done": the decoding.
+    # Of the step or all encoding; "moved": the first rank's wait for others; "done": the decoding.
     seconds: float = 0.0
     reason: str = ""  # for people to read
-    output: Any = None  # the pipeline's first: PIL images, frames, arrays or tensors; or a state
-    ticket: Ticket | None = None  # of a paused request's state
+    output: Any = None  # the pipeline's: PIL images, frames, arrays or tensors; or a state
+    # Of a batch: by request, `step` and `num_steps`, the first request first.
+    members: Mapping[str, tuple[int, int | None]] = field(default_factory=dict[str, Any])
+    tickets: Mapping[str, Ticket] = field(default_factory=dict[str, Ticket])
+
+    def by_request(self) -> "list[Event]":
+        """Return the event of each of its requests."""
+        if len(self.members) < 2:
+            return [self]
+        return [
+            replace(self, request_id=request_id, step=step, num_steps=num_steps)
+            for request_id, (step, num_steps) in self.members.items()
+        ]
 
 
 class Orders:
     """Sender of orders to the ranks of an engine, and queue of events; on rank 0, not thread-safe.
 
-    Ranks follow an order when their step ends, and ignore orders for requests they do not compute.
-    The scheduler gives each rank one request, and each request one order, at a time. `num_ranks`
-    counts replicas of `size` ranks, if requests get whole replicas.
+    A batch has a name that is never used again. Ranks follow an order when the step of their batch
+    ends, and ignore orders for others. The scheduler gives each rank one batch, and each batch one
+    order at a time, but for members that board or are cancelled. `num_ranks` counts replicas of
+    `size` ranks, if requests get whole replicas.
     """
 
     size = 1
+    batches = True  # whether a batch may have several members
 
     def __init__(self, post: Post, num_ranks: int, size: int = 1) -> None:
         self._post, self._mail, self.num_ranks, self.size = post, post.mail(), num_ranks, size
@@ -65,17 +80,18 @@ class Orders:
         item = {"id": request_id, "arguments": arguments, "seed": seed, "state": None}
         return self._post.keep(item)
 
-    def run(self, request_id: str, block: Block, ticket: Ticket) -> None:
-        """Let idle ranks begin a request, or continue it from its state."""
-        self._send(block, "run", to_all=True, id=request_id, ticket=ticket, block=block)
+    def run(self, batch: str, block: Block, members: Sequence[tuple[str, Ticket]]) -> None:
+        """Let idle ranks begin requests, or continue them from their states."""
+        self._send(block, "run", to_all=True, batch=batch, members=members, block=block)
 
-    def order(self, at: Block, request_id: str, action: str, block: Block | None = None) -> None:
-        """Tell a running request what to do after its step.
+    def order(self, at: Block, batch: str, action: str, **what: Any) -> None:
+        """Tell a running batch what to do after its step.
 
-        "halt": wait for another order. "go on". "move" to a block of idle ranks or its own ones.
-        "pause": its first rank stores its state. "cancel".
+        "halt": wait for another order. "go on". "move" to a `block` of idle ranks or its own ones.
+        "pause": its first rank stores its members' states. "cancel": the request `id` ends, the
+        others go on. "board": take in the request `id` from its `ticket`.
         """
-        self._send(at, "order", id=request_id, action=action, block=block)
+        self._send(at, "order", batch=batch, action=action, **what)
 
     def drop(self, ticket: Ticket) -> None:
         """Let the rank that stores a state drop it."""
@@ -113,15 +129,20 @@ class Orders:
     def _hear(self, mail: Mail, message: Message) -> None:
         """Queue the event of a message, in the thread of the post."""
         now, kind, output = time.monotonic(), message["what"], None
-        ticket = Ticket(*message["ticket"]) if message.get("ticket") else None
-        if kind in ("done", "saved") and ticket is not None:
+        if kind in ("done", "saved"):
+            ticket = Ticket(*message["ticket"])
             output = self._post.fetch_packed(mail, ticket, "result")
             output = unpack(output, _HOST) if kind == "done" else output
             self._post.drop(mail, ticket)
-            ticket = None
-        facts = {name: message[name] for name in ("step", "num_steps", "seconds")}
-        facts |= {"reason": message.get("reason", ""), "output": output, "ticket": ticket}
-        self.events.put(Event(kind, message["id"], now, Block(*message["block"]), **facts))
+        members = {
+            name: (step, num_steps) for name, (step, num_steps) in message["members"].items()
+        }
+        tickets = {name: Ticket(*ticket) for name, ticket in message.get("tickets", {}).items()}
+        first, (step, num_steps) = next(iter(members.items()))
+        facts = {"seconds": message["seconds"], "reason": message.get("reason", "")}
+        facts |= {"output": output, "members": members, "tickets": tickets}
+        block = Block(*message["block"])
+        self.events.put(Event(kind, first, now, block, step, num_steps, **facts))
 
     def _send(self, to: Block, kind: str, *, to_all: bool = False, **message: Any) -> None:
         """Send a message to the first rank of a block, or to all of them."""

@@ -1,9 +1,13 @@
-"""The scheduler of requests: a policy plans their ranks, and orders bring the ranks to the plan."""
+"""The scheduler of requests: a policy plans their ranks, and orders bring the ranks to the plan.
+
+Ranks compute batches. The policy only knows the lead of a batch, whose riders take steps with it.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 from typing import Any, Literal
 
@@ -12,15 +16,19 @@ from torch import Tensor
 
 from bascule.data.slow_rank import NO_TIMES, STEP_S, Pace
 from bascule.generate.options import Prompt
-from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
+from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State, board
 from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.times import RequestSize, Times
 
 _MOVE_S = 0.05  # assumed until moves are measured
 _USUAL_STEPS = 30  # assumed for a pipeline without a default
-Phase = Literal["new", "running", "halting", "halted", "moving", "pausing", "paused", "made"]
+_MOST_TOKENS = 4096  # of a request in a batch: larger ones fill a GPU alone, or all of its memory
+Phase = Literal[
+    "new", "boarding", "running", "halting", "halted", "moving", "pausing", "paused", "made"
+]
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
+_BOARDS = "new", "paused", "running"  # phases in which a task boards, or a batch takes others in
 
 
 def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
@@ -29,12 +37,22 @@ def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
     return prompt.steps or (default if isinstance(default, int) else _USUAL_STEPS)
 
 
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Tasks that ranks compute together, or will when they board."""
+
+    name: str  # never used again
+    lead: "Task"  # whose phase is that of the batch
+    tasks: dict[str, "Task"]  # by id, also cancelled ones that its ranks still have
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task(Job):
     """A request from its arrival until its output is written.
 
     `block` has its planned ranks, `at` the ranks where it runs. Its phase is new, running, halting
-    (at its step's end), halted, then running, moving (to other ranks) or pausing; at last made.
+    (at its step's end), halted, then running, moving (to other ranks) or pausing; at last made. A
+    rider is boarding, then running until its batch is paused.
     """
 
     id: str
@@ -44,7 +62,8 @@ class Task(Job):
     created_at: float = 0.0  # Unix seconds
     at: Block | None = None
     phase: Phase = "new"
-    ticket: Ticket | None = None  # of its state, while it is paused
+    ticket: Ticket | None = None  # of its state, while no ranks have it
+    batch: Batch | None = None  # while ranks have it, or are to take it in
     last: Event | None = None
     begun_s: float = 0.0  # monotonic time at which it got ranks
     starting_s: float = 0.0  # from then until its first step
@@ -69,11 +88,19 @@ class Task(Job):
         times: Times,
         arguments: Callable[[], dict[str, Any] | Tensor],
         deadline_s: float = NEVER,
+        *,
+        picture: bool = False,
     ) -> "Task":
-        """Return the task of a prompt that arrives now; `takes` as in `num_steps_of`."""
+        """Return the task of a prompt that arrives now; `takes` as in `num_steps_of`.
+
+        `picture` says whether it has an input image.
+        """
         size = times.request_size(prompt, takes)
+        shape = size, prompt.width, prompt.height, prompt.frames
         request = Request(
             step_s=times.step_s(size),
+            batch_key=None if size.num_tokens > _MOST_TOKENS else (*shape, picture),
+            batch_s=times.batch_s(size),
             steps=num_steps_of(prompt, takes),
             arrival_s=time.monotonic(),
             deadline_s=deadline_s,
@@ -83,17 +110,27 @@ class Task(Job):
         return cls(number, request, request.steps, **facts)
 
 
+def _has_heir(lead: Task) -> bool:
+    """Return whether a rider leads the others if a lead ends; riders board in their order."""
+    return any(isinstance(rider, Task) and rider.phase != "boarding" for rider in lead.riders[:1])
+
+
 class Scheduler:
     """Table of tasks and their planned ranks, and sender of the orders; not thread-safe.
 
     The plan runs ahead of the ranks: a task whose ranks are still in use starts when they are free.
     """
 
-    def __init__(self, orders: Orders, policy: Policy, times: Times) -> None:
+    def __init__(
+        self, orders: Orders, policy: Policy, times: Times, *, most_batch: int = 1
+    ) -> None:
         self.orders, self._policy, self._times = orders, policy, times
         self.state = State.of(orders.num_ranks, move_s=_MOVE_S)
         self.tasks: dict[str, Task] = {}  # by id, in the order of arrival, until they are removed
         self.is_closed = False  # True if no task gets ranks any more
+        self._most_batch = most_batch if orders.batches else 1
+        self._num_batches = count()
+        self._boarded = list[Task]()  # in this decision
         self._planned: dict[Task, None] = {}  # tasks that are not on their planned ranks yet
         self._users: dict[int, Task] = {}  # by rank, the task that has it, or is about to
         self._moves_s = deque[float](maxlen=9)
@@ -111,7 +148,9 @@ class Scheduler:
     def cancel(self, task: Task) -> None:
         """Cancel a task; it is removed at once, or when its ranks report that they left it."""
         task.is_cancelled = True
-        if task.phase in ("halted", "pausing"):
+        if task.lead is not None or _has_heir(task):
+            self._withdraw(task)
+        elif task.phase in ("halted", "pausing"):
             self._leave(task)
         self._dismiss(task)
 
@@ -143,19 +182,25 @@ class Scheduler:
         hidden = [task for task in self.state.waiting if task.number > here]
         del self.state.waiting[len(self.state.waiting) - len(hidden) :]
         self._policy.decide(self.state, self)
-        self.state.waiting += hidden
         num_made = sum(task.phase == "made" for task in self.tasks.values())
+        is_full = num_made > max(self.orders.num_ranks, self._most_batch)
+        if self._most_batch > 1 and not is_full:
+            tasks = self.tasks.values()
+            closed = {task for task in tasks if task.is_cancelled or task.phase not in _BOARDS}
+            coming = [lead.at.degree for lead in tasks if lead.phase == "halting" and lead.at]
+            self._boarded = ordered
+            board(self.state, self, self._most_batch, closed, sum(coming))
+        self.state.waiting += hidden
         for task in list(self._planned):
             if task.block is None and task.phase == "halted":
                 del self._planned[task]
                 self._pause(task)
-            elif task.phase == "new" and num_made > self.orders.num_ranks:
+            elif task.phase == "new" and is_full:
                 continue
             elif task.block is not None and task.phase in _READY:
                 if all(self._users.get(rank, task) is task for rank in task.block.ranks):
                     del self._planned[task]
-                    self._place(task, task.block)
-                    ordered.append(task)
+                    ordered += self._place(task, task.block)
         if (locked := self._locked()) is not None:
             self._pause(locked)
         return ordered
@@ -175,7 +220,7 @@ class Scheduler:
             now = time.monotonic()
             return {task: max(0.0, task.free_s - now) for task in tasks}
         ends = self._foresee(tasks)[1]
-        return {task: ends[task] for task in tasks}
+        return {task: ends[task.lead or task] for task in tasks}
 
     def _foresee(self, tasks: Sequence[Task]) -> tuple[list[float], dict[Job, float]]:
         """Return sorted seconds until each rank is free, and until each task is done."""
@@ -219,48 +264,78 @@ class Scheduler:
 
     # --- orders -----------------------------------------------------------------------------------
 
-    def _place(self, task: Task, block: Block) -> None:
-        """Let idle ranks start or continue a task."""
-        before, task.phase, ticket = task.phase, "running", task.ticket
-        if before == "new":
+    def _place(self, lead: Task, block: Block) -> list[Task]:
+        """Let idle ranks start or continue a batch; return its tasks."""
+        tasks = [lead, *lead.riders]
+        self._users |= dict.fromkeys(block.ranks, lead)
+        if lead.batch is None:
+            name = f"{lead.id} {next(self._num_batches)}"
+            lead.batch, stored = Batch(name, lead, {}), list[tuple[str, Ticket]]()
+            for task in tasks:
+                assert isinstance(task, Task)
+                lead.batch.tasks[task.id], task.batch, task.at = task, lead.batch, block
+                if (ticket := self._stored(task)) is not None:
+                    stored.append((task.id, ticket))
+                task.phase, task.ticket = "running", None
+            if stored:
+                self.orders.run(name, block, stored)
+        elif lead.at == block:
+            lead.phase = "running"
+            self._order(lead, "go on")
+        else:
+            lead.phase = "moving"
+            self._order(lead, "move", block=block)
+        return [task for task in tasks if isinstance(task, Task)]
+
+    def _stored(self, task: Task) -> Ticket | None:
+        """Return the ticket of a task's state; None, with an event, if it cannot be stored."""
+        if task.phase == "new":
             task.begun_s = time.monotonic()
-            try:
-                ticket = self.orders.keep(task.id, task.arguments(), task.prompt.seed)
-            except Exception as error:  # also one of its picture
-                task.at = block
-                return self.orders.tell("failed", task.id, str(error))
-        self._users |= dict.fromkeys(block.ranks, task)
-        if ticket is not None:
-            self.orders.run(task.id, block, ticket)
-            task.at, task.ticket = block, None
-        elif task.at == block:
-            self.orders.order(block, task.id, "go on")
-        elif task.at is not None:
-            task.phase = "moving"
-            self.orders.order(task.at, task.id, "move", block)
+        try:
+            seed = task.prompt.seed
+            task.ticket = task.ticket or self.orders.keep(task.id, task.arguments(), seed)
+        except Exception as error:  # also one of its picture
+            self.orders.tell("failed", task.id, str(error))
+        return task.ticket
+
+    def board(self, job: Job, lead: Job) -> None:
+        """Let a waiting task ride in a batch that runs, or is to start, as `board` decides."""
+        assert isinstance(job, Task) and isinstance(lead, Task)
+        self.state.board(job, lead)
+        self._predict(lead)
+        if (batch := lead.batch) is not None:
+            batch.tasks[job.id], job.batch, job.at = job, batch, lead.at
+            if (ticket := self._stored(job)) is not None:
+                job.phase = "boarding"
+                self._order(lead, "board", id=job.id, ticket=ticket)
+                self._boarded.append(job)
 
     def halt(self, task: Task) -> None:
-        """Let a running task wait at the end of its step."""
-        assert task.at is not None
+        """Let a running batch wait at the end of its step."""
         task.phase = "halting"
-        self.orders.order(task.at, task.id, "halt")
+        self._order(task, "halt")
 
     def _pause(self, task: Task) -> None:
-        """Let a halted task leave its ranks, which store its state."""
-        assert task.at is not None
+        """Let a halted batch leave its ranks, which store the states of its requests."""
         task.phase = "pausing"
-        self.orders.order(task.at, task.id, "pause")
+        self._order(task, "pause")
+
+    def _order(self, lead: Task, action: str, **what: Any) -> None:
+        assert lead.at is not None and lead.batch is not None
+        self.orders.order(lead.at, lead.batch.name, action, **what)
 
     def _dismiss(self, task: Task) -> None:
         """Let a task leave its ranks after its step; one that changes ranks leaves afterwards."""
-        if task.phase == "paused":
-            assert task.ticket is not None
+        if task.batch is not None:
+            if task.batch.lead.phase in ("running", "halting", "halted"):
+                self._order(task.batch.lead, "cancel", id=task.id)
+            return
+        if task.ticket is not None:
             self.orders.drop(task.ticket)
-            task.phase, task.ticket = "new", None
-        if task.phase in ("running", "halting", "halted"):
-            assert task.at is not None
-            self.orders.order(task.at, task.id, "cancel")
-        elif task.phase == "new" and task.is_cancelled:
+            task.ticket = None
+        if task.phase == "paused":
+            task.phase = "new"
+        if task.phase == "new" and task.is_cancelled:
             self.remove(task)
 
     # --- the plan ---------------------------------------------------------------------------------
@@ -274,17 +349,35 @@ class Scheduler:
         elif self.state.waits(task):
             self.state.leave(task)
 
+    def _withdraw(self, task: Task) -> None:
+        """Remove a task from the plan; the others of its batch stay there."""
+        is_rider = task.lead is not None
+        heir = self.state.part(task) if is_rider or _has_heir(task) else None
+        if not isinstance(heir, Task):
+            self._leave(task)
+            return
+        if not is_rider:
+            heir.stays = task.stays
+            if task in self._planned:
+                del self._planned[task]
+                self._planned[heir] = None
+            self._users = {
+                rank: heir if user is task else user for rank, user in self._users.items()
+            }
+            if task.batch is not None:
+                task.batch.lead, heir.phase = heir, task.phase
+        self._predict(heir)
+
     def _enter(self, task: Task, block: Block) -> None:
         self.state.take(block)
         self.state.running[block.first] = task
         task.block = block
         self._predict(task)
 
-    def _predict(self, task: Task) -> None:
-        """Predict the end of a running task from now."""
-        assert task.block is not None
-        task.steps_end_s = time.monotonic() + task.left * task.request.step_s[task.block.degree]
-        task.free_s = task.steps_end_s + (task.request.once_s if task.block.degree == 1 else 0.0)
+    def _predict(self, lead: Task) -> None:
+        """Predict the ends of a running batch from now."""
+        if lead.block is not None:
+            lead.plan(time.monotonic())
 
     def start(self, job: Job, block: Block) -> None:
         """Plan ranks for a waiting task, as the policy decides."""
@@ -302,44 +395,57 @@ class Scheduler:
     # --- events -----------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> bool:
-        """Handle an event of a task; return whether the plan may change."""
-        task = self.tasks[event.request_id]
-        before, task.last = task.last, event
+        """Handle an event of a task or a batch; return whether the plan may change."""
+        task, events = self.tasks[event.request_id], event.by_request()
+        batch = task.batch
+        lead = task if batch is None else batch.lead
+        before, members = lead.last, [self.tasks[each.request_id] for each in events]
+        for member, of_member in zip(members, events, strict=True):
+            member.last = of_member
         match event.kind:
             case "step":
-                self._step(task, event)
+                self._step(lead, events)
                 return False
+            case "boarded":
+                task.phase, task.ticket = "running", None
+                if event.step == 0:
+                    task.encoding_s = task.starting_s = event.seconds
+                return True
             case "halted":
-                task.phase = "halted"
-                if not task.is_cancelled:
-                    self.state.wait(task)
-                    self._planned[task] = None
+                lead.phase = "halted"
+                if not lead.is_cancelled:
+                    self.state.wait(lead)
+                    self._planned[lead] = None
                 return True
             case "paused":
-                self._free(task, None)
-                task.phase, task.ticket = "paused", event.ticket
+                self._free(lead, None)
+                for member in members:
+                    member.phase, member.ticket = "paused", event.tickets[member.id]
+                    member.at = member.batch = None
             case "moved":
-                if task.phase == "moving" and before is not None:
+                if lead.phase == "moving" and before is not None:
                     self._moves_s.append(event.time - before.time)
                     self.state.move_s = median(self._moves_s)
-                self._settle(task, event.block)
+                self._settle(lead, event.block)
             case "refused":
-                task.stays = True
+                lead.stays = True
                 for other in [planned for planned in self._planned if planned.block is not None]:
                     self.state.wait(other)  # it may have been to get these ranks
                     if other.phase != "halted":
                         del self._planned[other]
-                self._settle(task, event.block)
+                self._settle(lead, event.block)
             case _:
                 self._end(task, event)
                 return True
-        if task.is_cancelled or self.is_closed:
-            self._dismiss(task)
+        for member in members:
+            if member.is_cancelled or self.is_closed:
+                self._dismiss(member)
         return True
 
     def _end(self, task: Task, event: Event) -> None:
-        """Free the ranks of a task that they are done with."""
-        self._leave(task)
+        """Free the ranks of a task that they are done with, if they have no other of its batch."""
+        batch = task.batch
+        self._withdraw(task)
         if event.kind == "done" and task.starting_s:  # not from a saved state
             self._measure(task, 0, task.starting_s + event.seconds)
         if task.is_cancelled or event.kind == "failed":
@@ -349,11 +455,31 @@ class Scheduler:
         else:  # closed
             task.phase = "new"
             self.state.wait(task)
-        self._free(task, None)
+        task.at = task.batch = None
+        if batch is not None:
+            del batch.tasks[task.id]
+            boarding = list(batch.tasks.values())
+            if all(other.phase == "boarding" for other in boarding):  # its ranks have no more
+                self._free(batch.lead, None)
+                for other in boarding:
+                    self._miss(other)
+
+    def _miss(self, task: Task) -> None:
+        """Let a task wait again whose batch ended before it boarded."""
+        if task.lead is not None:
+            task.lead.riders.remove(task)
+        task.at = task.batch = task.lead = task.block = None
+        task.phase = "new" if task.last is None else "paused"
+        if not task.is_cancelled:
+            self.state.wait(task)
+        if task.is_cancelled or self.is_closed:
+            self._dismiss(task)
 
     def _free(self, task: Task, block: Block | None) -> None:
-        """Free the ranks of a task outside the block where it runs."""
-        task.at, users = block, dict[int, Task]()
+        """Free the ranks of a batch, by its lead, outside the block where it runs."""
+        users = dict[int, Task]()
+        for member in task.batch.tasks.values() if task.batch is not None else ():
+            member.at = block
         for rank, user in self._users.items():
             if user is not task or (block is not None and rank in block.ranks):
                 users[rank] = user
@@ -370,21 +496,29 @@ class Scheduler:
             self._leave(task)
             self._enter(task, block)
 
-    def _step(self, task: Task, event: Event) -> None:
-        if event.step == 0:
-            task.encoding_s, task.starting_s = event.seconds, event.time - task.begun_s
-        else:
-            task.denoising_s += event.seconds
-            self._compare(task, event)
-            self._measure(task, event.block.degree, event.seconds)
-        task.left = max(0, (event.num_steps or task.request.steps) - event.step)
-        if task.block == event.block:
-            self._predict(task)
+    def _step(self, lead: Task, events: Sequence[Event]) -> None:
+        """Note a step of a batch, or that its prompts are encoded."""
+        num, first = len(events), events[0]
+        for event in events:
+            task = self.tasks[event.request_id]
+            if first.step == 0:
+                task.encoding_s = first.seconds / num
+                task.starting_s = (first.time - task.begun_s) / num
+            else:
+                task.denoising_s += first.seconds
+            task.left = max(0, (event.num_steps or task.request.steps) - event.step)
+        if first.step:
+            self._compare(lead, first, num)
+            self._measure(lead, first.block.degree, first.seconds, num)
+        if lead.block == first.block:
+            self._predict(lead)
 
-    def _compare(self, task: Task, event: Event) -> None:
-        """Compare a step with its prediction, for the ranks of its block."""
-        ranks, predicted_s = list(event.block.ranks), task.request.step_s.get(event.block.degree)
-        ratio = self.step_ratios[ranks] = event.seconds / (predicted_s or np.nan)
+    def _compare(self, task: Task, event: Event, num: int = 1) -> None:
+        """Compare a step of a batch of `num` with its prediction, for the ranks of its block."""
+        ranks, degree, predicted_s = list(event.block.ranks), event.block.degree, np.nan
+        if degree in task.request.step_s:
+            predicted_s = task.request.together_s(degree, num)
+        ratio = self.step_ratios[ranks] = event.seconds / predicted_s
         numbers = self._times_of_ranks
         numbers[ranks] = event.step, ratio, 0.0, ratio, 1.0, 0.0, 0.0
         if np.isfinite(numbers).all():  # each rank has had a step since the last time
@@ -392,6 +526,6 @@ class Scheduler:
             self.pace.add(numbers, f"request {task.id}")
             self._times_of_ranks = np.tile(NO_TIMES, (len(numbers), 1))
 
-    def _measure(self, task: Task, degree: int, seconds: float) -> None:
-        self._times.measure(task.size, degree, seconds)
+    def _measure(self, task: Task, degree: int, seconds: float, num: int = 1) -> None:
+        self._times.measure(task.size, degree, seconds, num)
         self.state.num_changes += 1

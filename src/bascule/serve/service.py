@@ -54,6 +54,7 @@ class Service(Sink):
         pipeline: Pipeline of the engine, to which `orders` go.
         stays: Whether requests keep their ranks; see `Engine.stays`.
         most_waiting: Most requests that may wait.
+        most_batch: Most requests in a batch.
         fps: Frames per second of videos.
         keep_days: Days after which an ended request is removed, with its output.
         keep_bytes: Bytes of outputs beyond which the oldest are removed.
@@ -70,6 +71,7 @@ class Service(Sink):
         times: Times,
         stays: bool = False,
         most_waiting: int = 1000,
+        most_batch: int = 1,
         fps: int = 16,
         keep_days: float = NEVER,
         keep_bytes: float = NEVER,
@@ -93,7 +95,7 @@ class Service(Sink):
         self._traces: dict[str, Trace] = {}  # of requests that have not ended
         self._metrics = Metrics(self.num_ranks)
         self._states, self._saved_by = dict[str, Tensor](), saved_by  # states to write, the newest
-        self._scheduler = Scheduler(orders, policy, times)
+        self._scheduler = Scheduler(orders, policy, times, most_batch=most_batch)
         self._jobs = Jobs(self._scheduler, self)
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
             reason = entry.status.reason  # of an unreadable row
@@ -409,9 +411,12 @@ class Service(Sink):
             deadline_s = time.monotonic() + entry.deadline_at - time.time()
         arguments = partial(self._arguments, status)
         request = next(self._numbers), status.id, status.prompt
-        task = Task.of(*request, self._takes, self._times, arguments, deadline_s)
+        facts = self._takes, self._times, arguments, deadline_s
+        task = Task.of(*request, *facts, picture=entry.image is not None)
         task.created_at, task.runs_alone = status.created_at, entry.starts > 0
         task.stays = self._stays
+        if task.runs_alone or task.stays:
+            task.request = replace(task.request, batch_key=None)
         return task
 
     def _arguments(self, status: Status) -> dict[str, Any] | Tensor:
