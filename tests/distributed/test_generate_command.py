@@ -23,6 +23,7 @@ from bascule.cli.launch import stopping_quietly
 from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.generate.options import GenerateOptions, names_of, read_prompts
 from tests.helpers.cli import run as run_command
+from tests.helpers.loras import save_lora
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.serving import Restless
 
@@ -161,7 +162,9 @@ RESTLESS: list[Settings] = [
 def test_the_same_pixels_whatever_the_scheduler_does(
     num_ranks: int, kinds: list[Settings], tmp_path: Path
 ) -> None:
-    mixed = written(tmp_path, *MIXED)
+    save_lora(tmp_path / "style", 1, text=True)
+    style = {"lora": [{"name": "style", "scale": 0.5}]}
+    mixed = written(tmp_path, *(row | style if k % 2 else row for k, row in enumerate(MIXED)))
     run_ranks(several, 1, mixed, tmp_path / "alone", kinds)
     jobs = [job | {"restless": seed} for seed, job in enumerate(kinds)]
     found = run_ranks(several, num_ranks, mixed, tmp_path / "moved", jobs)[0]

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.serve.door import Door
 from bascule.serve.options import ServeOptions
-from bascule.serve.status import Busy, Closing, Key, Late, Reused, Status, Unknown
+from bascule.serve.status import Busy, Closing, Key, Late, Refusal, Reused, Status, Unknown
 
 STEPS = 3
 
@@ -139,6 +140,21 @@ class FakeService:
 
     def result(self, request_id: str) -> Path:
         return self.folder / f"{request_id}{'.mp4' if self.kind == 'video' else '.png'}"
+
+    def loras(self) -> list[str]:
+        return ["style"]
+
+    def load_lora(self, name: str) -> Future[None]:
+        answer = Future[None]()
+        if name == "wrong":
+            raise Refusal(409, "it is loaded already", "name")
+        threading.Timer(0.1, answer.set_result, [None]).start()
+        return answer
+
+    def remove_lora(self, name: str) -> Future[None]:
+        answer = Future[None]()
+        answer.set_exception(ConfigError(f"rank 1: {name} stays"))
+        return answer
 
     def health(self) -> str:
         return self.reason

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -14,10 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from bascule.comm.groups import member_of, resolve
 from bascule.generate import tiny
 from bascule.generate.generating import arguments_of
 from bascule.generate.options import Prompt
 from bascule.plan.requests import Balanced, Block, Policy, Request, Starts, State
+from bascule.serve.adapters import load_on_all
 from bascule.serve.engine import Engine
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
@@ -338,11 +340,15 @@ def with_service(
     kind: type[Times] = Times,
     most_waiting: int = 1000,
     timeout_s: float = 100.0,
+    loras: Mapping[str, Path] | None = None,
+    lora_folder: Path | None = None,
 ) -> Any:
     """Let a client use a service in a thread of rank 0; return what it does there."""
     torch.set_num_threads(1)
     pipeline = make()
     engine = Engine(pipeline, timeout_s=timeout_s)
+    world = member_of(resolve(None), "world")
+    loaded = load_on_all(engine.adapters, loras or {}, world, "the adapters of a test")
     if (orders := engine.orders) is None:
         engine.run()
         return None
@@ -354,6 +360,8 @@ def with_service(
         policy=policy or Balanced(),
         times=kind(pipeline, [1 << k for k in range(size.bit_length())]),
         most_waiting=most_waiting,
+        loras=loaded,
+        lora_folder=lora_folder,
     )
     service.start()
     results, errors = list[Any](), list[BaseException]()

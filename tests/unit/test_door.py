@@ -27,7 +27,7 @@ from opentelemetry import trace
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.options import Prompt
+from bascule.generate.options import Lora, Prompt
 from bascule.serve import guard
 from bascule.serve.options import ServeOptions
 from tests.helpers.door import Open, multipart, opened_door, png, stepping
@@ -94,6 +94,47 @@ def test_images_by_openais_client(images: Open) -> None:
     assert headers["content-type"] == "image/png"
     assert headers["x-content-type-options"] == "nosniff"
     assert images.call("GET", "/v1/models")[1]["data"][0]["id"] == "tiny"
+
+
+def test_loras_by_name(images: Open) -> None:
+    style, both = Lora("style"), (Lora("style", 0.5), Lora("b", -1.0))
+    text = json.dumps([{"name": "style", "scale": 0.5}, {"name": "b", "scale": -1}])
+    form, kind = multipart(("prompt", "a"), ("lora", text))
+    for body, media in (
+        ({"prompt": "a", "lora": json.loads(text)}, JSON),
+        (form, kind),
+        ({"prompt": "a", "lora": {"name": "style"}}, JSON),
+        ({"prompt": "a", "lora": "style"}, JSON),
+        ({"prompt": "a", "lora": None}, JSON),
+    ):
+        status, made, _ = images.call("POST", "/v1/requests", body, Content_Type=media)
+        assert status == 202, made
+    found = [one.prompt.lora for one in images.service.asked.values()]
+    assert found == [both, both, (style,), (style,), ()]
+    row = images.call("GET", "/v1/requests")[1]["data"][0]
+    assert row["settings"]["lora"] == json.loads(text)
+    for lora, said in (
+        ([{"name": "a"}, "a"], "lora: give each adapter once"),
+        ([{"path": "/x"}], 'lora: give {"name": NAME, "scale": 0.8}, not'),
+        ([{"name": "a", "scale": 1e7}], "lora scale is 10000000.0; it must be finite, at least"),
+        ("[", "lora: Expecting value"),
+        (3, "lora: "),
+    ):
+        status, answer, _ = images.call("POST", "/v1/requests", {"prompt": "x", "lora": lora})
+        assert (status, answer["error"]["param"]) == (400, "lora"), answer
+        assert said in answer["error"]["message"]
+    path, row = "/v1/loras", {"id": "new", "object": "lora"}
+    assert images.call("GET", path)[1]["data"] == [row | {"id": "style"}]
+    assert images.call("POST", path, {"name": "new"})[:2] == (200, row)
+    for method, end, body, status, said in (
+        ("POST", "", {"name": "wrong"}, 409, "it is loaded already"),
+        ("POST", "", {"name": "new", "path": "/x"}, 400, "'path' is not known: give some of name"),
+        ("POST", "", {"name": "../new"}, 400, "name: String should match pattern"),
+        ("POST", "", {}, 400, "name is missing: give it"),
+        ("DELETE", "/style", None, 400, "rank 1: style stays"),
+    ):
+        found, answer, _ = images.call(method, f"{path}{end}", body)
+        assert (found, answer["error"]["message"][: len(said)]) == (status, said)
 
 
 def test_a_picture_is_decoded_and_encoded_anew(tmp_path: Path) -> None:

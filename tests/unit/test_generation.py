@@ -12,7 +12,14 @@ import pytest
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.options import GenerateOptions, Prompt, names_of, read_prompts, variant_of
+from bascule.generate.options import (
+    GenerateOptions,
+    Lora,
+    Prompt,
+    names_of,
+    read_prompts,
+    variant_of,
+)
 
 
 def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
@@ -67,8 +74,15 @@ def test_names_change_with_whatever_changes_the_files(tmp_path: Path) -> None:
         before = name()
         (Path(model) / file).write_bytes(content)  # of the same size
         names |= {before, name()}
+    lora, before = tmp_path / "x.safetensors", name()
+    lora.write_bytes(b"w" * 10**6)
+    for choice in ((Lora(str(lora)),), (Lora(str(lora), 0.5),)):
+        names |= {name(replace(prompt, lora=choice))}
+    lora.write_bytes(b"v" * 10**6)
+    names |= {before, name(replace(prompt, lora=(Lora(str(lora)),)))}
+    names |= {name(replace(prompt, image=(prompt.images * 2)))}
     Image.new("RGB", (2, 2), (1, 1, 1)).save(tmp_path / "a.png")
-    assert len(names | {name()}) == 14
+    assert len(names | {name()}) == 18
 
 
 @pytest.mark.parametrize(
@@ -96,6 +110,37 @@ def test_a_variant_is_the_only_one_or_given(
         GenerateOptions(prompt=("x",), model=model, variant=asked).check_source()
 
 
+def test_loras_of_prompts(tmp_path: Path) -> None:
+    for file in ("a.safetensors", "deep/b.safetensors", "two/c.safetensors", "two/d.safetensors"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    path, first = tmp_path / "prompts.jsonl", str(tmp_path / "a.safetensors")
+    rows: list[dict[str, Any]] = [{"prompt": "x"}, {"prompt": "y", "lora": []}]
+    rows += [{"prompt": "z", "lora": [{"name": "deep", "scale": -2}, "a.safetensors:0.5"]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = GenerateOptions(prompts=path, lora=(f"{first}:.75",))
+    deep = str(tmp_path / "deep")
+    assert [one.lora for one in read_prompts(options)] == [
+        (Lora(first, 0.75),),
+        (),
+        (Lora(deep, -2.0), Lora(first, 0.5)),
+    ]
+    for lora, said in (
+        ([{"name": "none"}], "line 1: .*none: only .safetensors is loaded"),
+        ([{"name": "none.safetensors"}], "none.safetensors: there is no such file: give the path"),
+        ([{"name": "two"}], "two has c.safetensors, d.safetensors: give the path of one of them"),
+        ([{"name": "deep"}, "deep:2"], "line 1: lora: give each adapter once"),
+        ([{"scale": 1}], "line 1: lora: name is missing: give text"),
+        ([{"name": "deep", "path": "x"}], 'lora: give {"name": NAME, "scale": 0.8}, not {\'n'),
+        ([{"name": "deep", "scale": "x"}], "lora scale is 'x'; it must be finite, at least -1,000"),
+        ([{"name": "deep", "scale": 1e9}], "it must be finite, at least -1,000 and at most 1,000"),
+        (3, 'lora: give {"name": NAME, "scale": 0.8}, not 3'),
+    ):
+        path.write_text(json.dumps({"prompt": "x", "lora": lora}))
+        with pytest.raises(ConfigError, match=said):
+            read_prompts(options)
+
+
 def test_pictures_of_prompts(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     Image.new("RGB", (3, 2), (200, 0, 0)).save(tmp_path / "deep" / "red.png")
@@ -106,13 +151,19 @@ def test_pictures_of_prompts(tmp_path: Path) -> None:
     other = str(tmp_path / "deep" / "red.png")
     prompts = read_prompts(GenerateOptions(prompts=path))
     assert [one.image for one in prompts] == [str(path.parent / "red.png"), None, ""]
-    prompts = read_prompts(GenerateOptions(prompts=path, image=other))
+    prompts = read_prompts(GenerateOptions(prompts=path, image=(other,)))
     assert [one.image for one in prompts] == [str(path.parent / "red.png"), other, ""]
+    prompts = read_prompts(GenerateOptions(prompt=("x",), image=(other, other)))
+    assert [one.images for one in prompts] == [(other, other)]
+    path.write_text(json.dumps({"prompt": "x", "image": ["red.png", "red.png"]}))
+    (two,) = read_prompts(GenerateOptions(prompts=path))
+    assert two.images == (other, other)
     for image, said in (
         ("no.png", "line 1: image .*no.png: cannot be read as a picture: No such file"),
         ("prompts.jsonl", "line 1: image .*: cannot be read as a picture: cannot identify"),
         ("cut.png", "line 1: image .*cut.png: cannot be read as a picture: "),
-        (["red.png"], "line 1: image must be the path of a picture"),
+        ([3], "line 1: image must be the path of a picture, or a list of paths"),
+        (["red.png", "no.png"], "line 1: image .*no.png: cannot be read as a picture: No such"),
     ):
         path.write_text(json.dumps({"prompt": "x", "image": image}))
         with pytest.raises(ConfigError, match=said):
@@ -200,32 +251,38 @@ def test_what_a_pipeline_would_change_is_refused_before_the_work() -> None:
     change = diffusers.FluxImg2ImgPipeline.from_pipe(flux)
     kontext = diffusers.FluxKontextPipeline.from_pipe(flux)
 
-    def check(pipeline: Any, picture: bool | None = None, **settings: Any) -> dict[str, Any]:
+    def check(pipeline: Any, num_pictures: int | None = None, **settings: Any) -> dict[str, Any]:
         takes = inspect.signature(pipeline.__call__).parameters
         prompt = Prompt(prompt="x", **settings)
-        check_prompt(pipeline, prompt, takes, picture=picture)
+        check_prompt(pipeline, prompt, takes, num_pictures=num_pictures)
         return arguments_of(prompt, takes)
 
     check(flux)
     check(flux, width=48, height=16)
     check(wan, width=48, height=32, frames=9)
-    check(change, picture=True, width=48)
-    assert check(kontext, picture=True, width=48, height=32)["max_area"] == 48 * 32
-    check(kontext, picture=False, width=48, height=32)
-    for pipeline, picture, settings, said in (
+    check(change, 1, width=48)
+    assert check(kontext, 1, width=48, height=32)["max_area"] == 48 * 32
+    check(kontext, 0, width=48, height=32)
+    for pipeline, num_pictures, settings, said in (
         (flux, None, {"width": 8, "height": 8}, "width is 8, and .* makes it 16: give 16"),
         (flux, None, {"width": 16, "height": 1}, "height is 1, and .* makes it 16: give 16"),
         (flux, None, {"width": 257}, "^width is 257, and this pipeline makes it 256: give 256"),
         (wan, None, {"width": 24, "height": 16}, "refuses the prompt: .*divisible by 16"),
         (wan, None, {"frames": 6}, "frames is 6, and this pipeline makes it 5: give 5"),
         (change, None, {"width": 48}, "Img2ImgPipeline makes outputs from a picture: give image$"),
-        (change, False, {"width": 48}, "makes outputs from a picture: give image$"),
+        (change, 0, {"width": 48}, "makes outputs from a picture: give image$"),
         (kontext, None, {}, "from a picture: give image, or an empty one to do without"),
-        (kontext, True, {"width": 48}, "would scale both sides: give width and height, or neither"),
+        (
+            kontext,
+            2,
+            {"width": 48},
+            "a FluxKontextPipeline takes one picture, not 2: give one image",
+        ),
+        (kontext, 1, {"width": 48}, "would scale both sides: give width and height, or neither"),
         (flux, None, {"image": "x.png"}, "takes no image, and image is 'x.png': leave it out"),
     ):
         with pytest.raises(ConfigError, match=said):
-            check(pipeline, picture, **settings)
+            check(pipeline, num_pictures, **settings)
 
 
 def test_sound_is_written_beside_the_frames(tmp_path: Path) -> None:

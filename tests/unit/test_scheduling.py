@@ -47,7 +47,7 @@ class Obedient(Orders):
     def drop(self, ticket: Ticket) -> None:
         self.held.remove(ticket.key)
 
-    def keep(self, request_id: str, arguments: Any, seed: int) -> Ticket:
+    def keep(self, request_id: str, arguments: Any, seed: int, lora: Any = ()) -> Ticket:
         del arguments, seed
         assert request_id not in self.held
         self.held.add(request_id)

@@ -39,8 +39,10 @@ class Ranks(Orders):
         self.running, self.is_alive = dict[str, Block](), True
         self.begun = dict[str, dict[str, Any] | torch.Tensor]()  # what requests began with
 
-    def keep(self, request_id: str, arguments: dict[str, Any] | torch.Tensor, seed: int) -> Ticket:
-        del seed
+    def keep(
+        self, request_id: str, arguments: dict[str, Any] | torch.Tensor, seed: int, lora: Any = ()
+    ) -> Ticket:
+        del seed, lora
         self.begun[request_id] = arguments
         return Ticket(0, request_id, 0)
 

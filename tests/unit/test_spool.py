@@ -174,6 +174,7 @@ def test_a_row_that_cannot_be_read_fails_by_name(tmp_path: Path) -> None:
     changes = {
         "prompt = json_set(prompt, '$.style', 'x')": "unexpected keyword argument 'style'",
         "prompt = json_set(prompt, '$.steps', 0)": "steps",
+        "prompt = json_set(prompt, '$.lora', 3)": "lora: give",
         "prompt = '{'": "Expecting property name",
         "prompt = x'00ff'": "cannot be read",
         "state = 'queued'": "state is 'queued'",
@@ -185,6 +186,8 @@ def test_a_row_that_cannot_be_read_fails_by_name(tmp_path: Path) -> None:
         spool.add([entry(f"{place}") for place in range(len(changes) + 1)])
     for place, one in enumerate(changes):
         change(tmp_path, f"update requests set {one} where id = '{place}'")
+    old = "update requests set prompt = json_remove(prompt, '$.lora')"  # as before there were any
+    change(tmp_path, f"{old} where id = '{len(changes)}'")
     with closing(Spool(tmp_path, "one")) as spool:
         *wrong, right = [one.status for one in spool.waiting()]
         assert right == entry(f"{len(changes)}").status

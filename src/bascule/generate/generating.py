@@ -26,6 +26,11 @@ from bascule.workload.tables import load_av
 
 _ARGUMENTS = {"frames": "num_frames", "steps": "num_inference_steps"}  # by field of a `Prompt`
 _FROM_PICTURES = re.compile("Img2Img|I2I|I2V|ImageToVideo|Image2Video|Edit|Inpaint|Refiner")
+# Pipelines for which a list is one set of pictures; for others it is a batch, or wrong.
+_SEVERAL = re.compile(
+    "(BriaFibo2|BriaFiboEdit|Flux2|Flux2Klein|Flux2KleinKV|GlmImage|QwenImage21|QwenImageEditPlus"
+    "|ZImageOmni)Pipeline"
+)
 _FRAME_FACTORS = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
 _log = logging.getLogger(__name__)
 
@@ -98,17 +103,19 @@ def _multiple_of(pipeline: Any) -> int:
 
 
 def check_prompt(
-    pipeline: Any, prompt: Prompt, takes: Mapping[str, Any], *, picture: bool | None
+    pipeline: Any, prompt: Prompt, takes: Mapping[str, Any], *, num_pictures: int | None
 ) -> None:
     """Refuse a prompt at which the pipeline would fail, or make another output than it asks for.
 
-    `takes` are the parameters of the pipeline's call. `picture` is True if the prompt has an image,
-    False if it has none on purpose ("image" is ""), and None if it does not say.
+    `takes` are the parameters of the pipeline's call. `num_pictures` is 0 if the prompt has no
+    image on purpose ("image" is ""), and None if it does not say.
     """
     arguments, kind = arguments_of(prompt, takes), type(pipeline).__name__
-    if "image" in takes and not picture:
+    if (num_pictures or 0) > 1 and not _SEVERAL.fullmatch(kind):
+        raise ConfigError(f"a {kind} takes one picture, not {num_pictures}: give one image")
+    if "image" in takes and not num_pictures:
         needed = takes["image"].default is inspect.Parameter.empty or _FROM_PICTURES.search(kind)
-        if needed or (picture is None and "Kontext" in kind):
+        if needed or (num_pictures is None and "Kontext" in kind):
             advice = "give image" if needed else "give image, or an empty one to do without"
             raise ConfigError(f"a {kind} makes outputs from a picture: {advice}")
     multiple, sides = _multiple_of(pipeline), {"width": prompt.width, "height": prompt.height}
@@ -121,7 +128,7 @@ def check_prompt(
         made = {"frames": (prompt.frames - 1) // factor * factor + 1}
         check_size(prompt, made, rule=f", or 1 more than another multiple of {factor}")
     if (check := getattr(pipeline, "check_inputs", None)) is not None:
-        if picture:
+        if num_pictures:
             arguments.setdefault("image", Image.new("RGB", (multiple, multiple)))
         values = {name: getattr(takes[name], "default", None) for name in takes} | arguments
         try:
@@ -164,7 +171,7 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
     names = _ARGUMENTS | {"guidance": _scale_of(prompt, takes)}
     arguments = dict[str, Any]()
     for name, value in asdict(prompt).items():
-        if value is None or name == "seed" or (name == "image" and not value):
+        if value is None or name in ("seed", "lora") or (name == "image" and not value):
             continue
         if name == "fps":  # of the file, and of what is made for it if the pipeline asks
             arguments |= dict.fromkeys({"frame_rate", "fps"} & takes.keys(), value)
@@ -173,7 +180,10 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
         if argument not in takes:
             what = f"{name} is {value!r}"
             raise ConfigError(f"this pipeline takes no {argument}, and {what}: leave it out")
-        arguments[argument] = read_picture(value) if name == "image" else value
+        arguments[argument] = value
+        if name == "image":
+            pictures = list(map(read_picture, prompt.images))
+            arguments[argument] = pictures if len(pictures) > 1 else pictures[0]
     if "max_area" in takes and prompt.width and prompt.height:
         arguments["max_area"] = prompt.width * prompt.height  # else sizes are scaled to 1024 x 1024
     return arguments

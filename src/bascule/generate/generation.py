@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from bascule.generate.generating import (
 )
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, read_prompts
 from bascule.plan.requests import Balanced, Queue
+from bascule.serve.adapters import load_on_all
 from bascule.serve.jobs import Jobs, Sink
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task, num_steps_of
@@ -51,9 +53,9 @@ class Generation(Sink):
             load_av(f"--model {options.model}")  # or refuse at once
         self.names = [name + ending for name in names_of(self.prompts, options)]  # of output files
         for place, prompt in enumerate(self.prompts):
-            picture = None if prompt.image is None else bool(prompt.image)
+            num_pictures = None if prompt.image is None else len(prompt.images)
             try:
-                check_prompt(pipeline, prompt, self._takes, picture=picture)
+                check_prompt(pipeline, prompt, self._takes, num_pictures=num_pictures)
             except ConfigError as error:
                 raise ConfigError(f"{self._where.format(place + 1)}{error}") from None
         are_guided = all(is_guided(prompt, self._takes) for prompt in self.prompts)
@@ -61,6 +63,8 @@ class Generation(Sink):
         num_groups = options.guidance_ranks or groups
         self._engine = start_engine(options, pipeline, num_groups)
         self._world, self._pipeline = member_of(resolve(None), "world"), pipeline
+        loras = {lora.name: Path(lora.name) for prompt in self.prompts for lora in prompt.lora}
+        load_on_all(self._engine.adapters, loras, self._world, "the LoRA adapters")
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._made_folder = False  # True on rank 0 if it did
         self.missing = self._find_missing()  # on rank 0, indices of prompts without an output

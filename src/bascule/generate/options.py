@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from bascule.checks import number, shown
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines, read_lines
 from bascule.generate.tiny import TINY, TINY_WAN
@@ -47,6 +48,7 @@ _EXCLUDED = (  # options, those that each of them excludes, why
 )
 _CACHES = {"first-block": 0.05, "taylorseer": 5}  # with their usual numbers
 _LARGEST = 1000  # number of a cache
+_PREFERRED = "pytorch_lora_weights.safetensors"  # as `save_lora_weights` of diffusers names it
 _SAMPLES, _SAMPLE_BYTES = 16, 2**12  # that a digest reads of a file of weights
 
 
@@ -140,9 +142,13 @@ class GenerateOptions(Outputs, EngineOptions):
     Attributes:
         prompt: Text of an output. Give the option once per output.
         prompts: File of prompts: one per line, or JSON objects (.jsonl) with "prompt" and other
-            options: "image" (a path from the file's folder), "negative_prompt", "width", "height",
-            "frames", "steps", "guidance", "fps", "seed".
-        image: Path of an input image, if the pipeline accepts one; "" for none.
+            options: "image" (a path from the file's folder, or a list), "lora" (a list of {"name":
+            such a path, "scale": X}), "negative_prompt", "width", "height", "frames", "steps",
+            "guidance", "fps", "seed".
+        image: Path of an input image, if the pipeline accepts one; "" for none. Give the option
+            once per image, if the pipeline accepts several.
+        lora: Path of a LoRA (.safetensors, or its folder); PATH:0.8 scales it. Give the option once
+            per LoRA: they act together, on all prompts without a "lora" of their own.
         negative_prompt: What an output should not show, if the pipeline uses guidance.
         width: Pixels of an output's width. By default the pipeline decides; tiny ones take 256.
         height: Pixels of an output's height. By default the pipeline decides; tiny ones take 256.
@@ -155,7 +161,8 @@ class GenerateOptions(Outputs, EngineOptions):
 
     prompt: Annotated[tuple[str, ...], REPEATED, Group("Prompts")] = ()
     prompts: Path | None = None
-    image: str | None = None
+    image: Annotated[tuple[str, ...], REPEATED] = ()
+    lora: Annotated[tuple[str, ...], REPEATED] = ()
     negative_prompt: str | None = None
     width: Annotated[Pixels, Group("Images and videos")] = None
     height: Pixels = None
@@ -197,12 +204,37 @@ def variant_of(model: str, variant: str | None) -> str | None:
     return variant or next(iter(needed), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA adapter that a request chooses, and the factor of its weights."""
+
+    name: str  # for `bascule generate` its path
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, value: Any) -> "Lora":
+        """Return an adapter, of {"name": .., "scale": ..} or of "NAME:SCALE"; else ConfigError."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            name, _, scale = value.rpartition(":")
+            is_scaled = re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", scale) is not None and bool(name)
+            value = {"name": name, "scale": float(scale)} if is_scaled else {"name": value}
+        if not isinstance(value, dict) or not value.keys() <= {"name", "scale"}:
+            raise ConfigError(f'lora: give {{"name": NAME, "scale": 0.8}}, not {shown(value)}')
+        name, scale = value.get("name"), value.get("scale")
+        if not isinstance(name, str) or not name:
+            raise ConfigError("lora: name is missing: give text")
+        return cls(name, number("lora scale", 1.0 if scale is None else scale, -1e3, 1e3))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """The settings of one output; for None, the pipeline chooses the value."""
 
     prompt: str
-    image: str | None = None
+    image: str | tuple[str, ...] | None = None  # "": none on purpose
+    lora: tuple[Lora, ...] = ()
     negative_prompt: str | None = None
     width: Pixels = None
     height: Pixels = None
@@ -212,15 +244,34 @@ class Prompt:
     fps: Rate = None
     seed: Seed = 0
 
+    def __post_init__(self) -> None:
+        if isinstance(self.image, list | tuple):
+            image = tuple(self.image) if len(self.image) > 1 else next(iter(self.image), "")
+            object.__setattr__(self, "image", image)
+        values: Any = self.lora
+        loras = tuple(map(Lora.of, values if isinstance(values, list | tuple) else [values]))
+        if len({lora.name for lora in loras}) < len(loras):
+            raise ConfigError("lora: give each adapter once")
+        object.__setattr__(self, "lora", loras)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Paths of the input images."""
+        return self.image if isinstance(self.image, tuple) else (self.image,) if self.image else ()
+
 
 def names_of(prompts: Sequence[Prompt], options: GenerateOptions) -> list[str]:
     """Return file names of outputs without suffix; what changes an output changes its name."""
     common, names = (options.settings, _digest(*_samples(options.model))), list[str]()
     for place, prompt in enumerate(prompts):
-        image = prompt.image and _digest(Path(prompt.image).read_bytes())
-        settings = asdict(prompt) | {"image": image}
+        images: Any = [_digest(Path(image).read_bytes()) for image in prompt.images]
+        settings = asdict(prompt) | {"image": images if images[1:] else [*images, prompt.image][0]}
+        del settings["lora"]
         if prompt.fps in (None, options.fps):
             del settings["fps"]
+        for lora in prompt.lora:
+            digest = _digest(*_pieces(adapter_file(Path(lora.name))))
+            settings["lora"] = [*settings.get("lora", ()), (digest, lora.scale)]
         text = repr((common, sorted(settings.items())))
         names.append(f"{place:05d}-{_digest(text.encode())}")
     return names
@@ -242,11 +293,34 @@ def _samples(model: str) -> Iterator[bytes]:
     yield (components := index.read_bytes() if index.is_file() else b"")
     for path in sorted(Path(model).glob("*/*")):
         if path.is_file() and f'"{path.parent.name}"'.encode() in components:
-            yield f"{path.parent.name}/{path.name} {(size := path.stat().st_size)}".encode()
-            with path.open("rb") as file:
-                for k in range(_SAMPLES):
-                    file.seek(k * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                    yield file.read(_SAMPLE_BYTES)
+            yield f"{path.parent.name}/{path.name} ".encode()
+            yield from _pieces(path)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """Yield a file's size and parts of it, which tell it from other files."""
+    yield f"{(size := path.stat().st_size)}".encode()
+    with path.open("rb") as file:
+        for k in range(_SAMPLES):
+            file.seek(k * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)
+
+
+def adapter_file(path: Path) -> Path:
+    """Return the file of safetensors that a path means; ConfigError if it means none or several."""
+    file = path
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if (file := path / _PREFERRED) not in files:
+            if len(files) > 1:
+                names = ", ".join(file.name for file in files)
+                raise ConfigError(f"{path} has {names}: give the path of one of them")
+            file = next(iter(files), path / "*.safetensors")
+    if file.suffix != ".safetensors":
+        raise ConfigError(f"{file}: only .safetensors is loaded, as other formats may run code")
+    if not file.is_file():
+        raise ConfigError(f"{file}: there is no such file: give the path of a LoRA's .safetensors")
+    return file
 
 
 def read_picture(path: str) -> Any:
@@ -266,7 +340,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     options.check_source()
     common = dict(DEFAULTS.get(options.model, {}))
     for field in fields(Prompt)[1:-1]:
-        if (value := getattr(options, field.name)) is not None:
+        if (value := getattr(options, field.name)) not in (None, ()):
             common[field.name] = value
     rows = [("--prompt", {"prompt": text}) for text in options.prompt] or list(_rows(options))
     if not rows:
@@ -294,20 +368,31 @@ def _rows(options: GenerateOptions) -> Iterator[tuple[str, dict[str, Any]]]:
             words = ", ".join(map(repr, unknown))
             raise ConfigError(f"{where}: {words} {verb} not known: give some of {', '.join(names)}")
         row = {name: value for name, value in row.items() if value is not None}
-        for name, kind in (("negative_prompt", "text"), ("image", "the path of a picture")):
-            if not isinstance(row.get(name, ""), str):
-                raise ConfigError(f"{where}: {name} must be {kind}")
-        if row.get("image"):
-            row["image"] = str(path.parent / row["image"])
+        if not isinstance(row.get("negative_prompt", ""), str):
+            raise ConfigError(f"{where}: negative_prompt must be text")
+        images = row.get("image", "")
+        images = images if isinstance(images, list) else [images]
+        if not all(isinstance(image, str) for image in images):
+            raise ConfigError(f"{where}: image must be the path of a picture, or a list of paths")
+        if any(images):
+            row["image"] = [str(path.parent / image) for image in images]
+        try:
+            loras = Prompt(prompt="", lora=row.get("lora", ())).lora
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if loras:
+            row["lora"] = tuple(replace(one, name=str(path.parent / one.name)) for one in loras)
         yield where, row
 
 
 def _prompt(where: str, settings: dict[str, Any]) -> Prompt:
-    prompt = Prompt(**settings)
     try:
+        prompt = Prompt(**settings)
         check_options(prompt)
-        if prompt.image:
-            read_picture(prompt.image)
+        for image in prompt.images:
+            read_picture(image)
+        for lora in prompt.lora:
+            adapter_file(Path(lora.name))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return prompt

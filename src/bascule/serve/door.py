@@ -35,6 +35,7 @@ from bascule.serve.forms import (
     Format,
     ImageForm,
     ListQuery,
+    LoraForm,
     VideoForm,
     check_model,
     key_of,
@@ -93,6 +94,9 @@ class Door:
             ("DELETE", "/v1/videos/{request_id}", self._delete_video, schema.DELETED, None),
             ("GET", "/v1/models", self._models, schema.MODELS, None),
             ("GET", "/v1/models/{name}", self._model, schema.MODEL, None),
+            ("GET", "/v1/loras", self._list_loras, schema.LORAS, None),
+            ("POST", "/v1/loras", self._load_lora, schema.LORA, schema.json_of(LoraForm)),
+            ("DELETE", "/v1/loras/{name}", self._remove_lora, schema.LORA_REMOVED, None),
             ("POST", "/v1/requests", self._make, schema.MADE, either_body),
             ("GET", "/v1/requests", self._list, schema.REQUESTS, None),
             ("GET", "/v1/requests/{request_id}", self._get, schema.REQUEST, None),
@@ -456,6 +460,18 @@ class Door:
         model = {"id": self._options.model_name, "object": "model", "owned_by": "bascule"}
         return model | {"created": self._started_at}
 
+    async def _list_loras(self) -> Any:
+        return _list_of(map(_lora, await self._call(self._service.loras)))
+
+    async def _load_lora(self, request: Request) -> Any:
+        form, _ = await read(request, LoraForm, self._options)
+        await asyncio.wrap_future(await self._call(self._service.load_lora, form.name))
+        return _lora(form.name)
+
+    async def _remove_lora(self, name: str) -> Any:
+        await asyncio.wrap_future(await self._call(self._service.remove_lora, name))
+        return _lora(name) | {"deleted": True}
+
     async def _health(self) -> Any:
         """Say that all is well, or why not."""
         try:
@@ -483,9 +499,13 @@ def _list_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": list(rows)}
 
 
+def _lora(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "lora"}
+
+
 def _row(status: Status) -> dict[str, Any]:
     row: dict[str, Any] = asdict(status) | {"reason": hide_folders(status.reason)}
-    settings = {name: value for name, value in row.pop("prompt").items() if value is not None}
+    settings = {name: value for name, value in row.pop("prompt").items() if value not in (None, ())}
     return {"object": "request", **row, "prompt": settings.pop("prompt"), "settings": settings}
 
 

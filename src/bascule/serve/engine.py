@@ -53,6 +53,7 @@ from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
 from bascule.generate.generating import sound_rate
 from bascule.plan.requests import Block
+from bascule.serve.adapters import Adapters
 from bascule.serve.blocks import places_of, shape_of_block
 from bascule.serve.fibers import Fiber, ask, is_within
 from bascule.serve.kept import read_state, with_own_state, write_state
@@ -99,6 +100,7 @@ class _Run:
     arguments: dict[str, Any]
     seed: int
     state: dict[str, Any] | None  # for this rank to take over when it joins
+    lora: list[Any]  # its choice of adapters
     pipeline: Any = None  # with its own state
     fiber: Any = None  # runs its call of the pipeline
     first_step: int = 0  # number of steps done before this rank joined
@@ -211,6 +213,9 @@ class Engine:
         self._mail = self._post.mail()
         self._batch: _Batch | None = None
         self._active: _Run | None = None  # the request that last ran
+        self.adapters = Adapters(pipeline)
+        if compiles:  # each choice of adapters gets a graph of its own; torch's limit is 8
+            torch._dynamo.config.recompile_limit = 64
         self.orders = None
         if self._rank == 0:
             self.orders = Orders(self._post, world.size // self._size, self._size)
@@ -283,7 +288,18 @@ class Engine:
         message = self._post.inbox.get(timeout=wait_s)
         if message["kind"] == "over":
             raise CommError(f"the engine has ended: {message['reason']}")
+        if message["kind"] == "adapter":
+            self._adapt()
         return message
+
+    def _adapt(self, run: _Run | None = None) -> None:
+        """Load and remove adapters as rank 0 ordered; let models use those of a request."""
+        while not (orders := self._post.adapter_orders).empty():
+            order = orders.get()
+            facts = {"id": order["id"], "block": Block(self._rank, 1)}
+            self._mail.send(0, "event", what="adapter", reason=self.adapters.follow(order), **facts)
+        if run is not None:
+            self.adapters.use(run.lora)
 
     def _serve(self, message: Message) -> None:
         """Run a batch until it ends or leaves this rank."""
@@ -372,7 +388,8 @@ class Engine:
     def _fit(self, run: _Run, other: _Run) -> bool:
         call, other_call = run.fiber.asked, other.fiber.asked
         split = self._split_of[call.name][0]
-        return call.name == other_call.name and fits(call.inputs, other_call.inputs, split.table)
+        is_same = call.name == other_call.name and run.lora == other.lora
+        return is_same and fits(call.inputs, other_call.inputs, split.table)
 
     def _compute(
         self, batch: _Batch, runs: Sequence[_Run]
@@ -384,6 +401,7 @@ class Engine:
         if split.sparse is not None:
             split.sparse.passes.number = first.number
         try:
+            self._adapt(runs[0])
             if len(runs) == 1:
                 return [(runs[0], first.call(**first.inputs), None)]
             inputs = [call.inputs for call in calls]
@@ -471,8 +489,13 @@ class Engine:
             return encode(*args, **kwargs)
         run.num_encoded += 1
         if run.num_encoded > len(run.encoded):
-            run.encoded.append(ask(partial(encode, *args, **kwargs)))
+            run.encoded.append(ask(partial(self._encoded, run, encode, *args, **kwargs)))
         return run.encoded[run.num_encoded - 1]
+
+    def _encoded(self, run: _Run, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Encode in the main thread."""
+        self._adapt(run)
+        return encode(*args, **kwargs)
 
     def _transform(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -757,7 +780,8 @@ class Engine:
             "kept": read_state(self._keepers(run)),
             "random": random_states(self._device, [run.generator]),
         }
-        return {"id": run.id, "arguments": run.arguments, "seed": run.seed, "state": state}
+        item = {"id": run.id, "arguments": run.arguments, "seed": run.seed, "lora": run.lora}
+        return item | {"state": state}
 
     def _keepers(self, run: _Run) -> dict[str, Any]:
         return {"pipeline": run.pipeline, "schedulers": run.schedulers}

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import File, FormParser, parse_options_header
 
-from bascule.generate.options import DEFAULTS, Prompt
+from bascule.errors import ConfigError
+from bascule.generate.options import DEFAULTS, Lora, Prompt
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Key, Refusal
 
@@ -57,6 +58,7 @@ class Form(BaseModel):
     seed: int | None = Field(None, ge=0, le=_MOST_SEED)
     deadline_s: float | None = Field(None, gt=0, le=1e9)
     must_meet_deadline: bool = False
+    lora: Any = None  # [{"name": "style", "scale": 0.8}, ..]
     user: str | None = None  # ignored, like the next one
     safety_identifier: str | None = None
 
@@ -148,7 +150,15 @@ class ContentQuery(Format):
     variant: Literal["video"] | None = None
 
 
-async def read(request: Request, kind: type[Form], options: ServeOptions) -> tuple[Form, Any]:
+class LoraForm(BaseModel):
+    """Fields of a call that loads a LoRA adapter."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern="^[A-Za-z0-9._-]{1,100}$")
+
+
+async def read(request: Request, kind: type[Any], options: ServeOptions) -> tuple[Any, Any]:
     """Return the fields of a call, and its picture as the client sent it, or None."""
     media, settings = parse_options_header(request.headers.get("content-type"))
     _check_charset(settings)
@@ -331,8 +341,19 @@ def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
     seed = secrets.randbelow(2**31) if form.seed is None else form.seed
     if seed + num - 1 > _MOST_SEED:
         raise Refusal(400, f"seed: {seed} is too large: give at most {_MOST_SEED}", "seed")
-    first = Prompt(prompt=form.prompt, **settings, seed=seed)
+    first = Prompt(prompt=form.prompt, **settings, seed=seed, lora=_loras(form.lora))
     return [replace(first, seed=seed + number) for number in range(num)]
+
+
+def _loras(value: Any) -> tuple[Lora, ...]:
+    """Return the adapters that a client chose, in JSON or, in a form, as its text."""
+    try:
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            value = json.loads(value)
+        settings: dict[str, Any] = {} if value is None else {"lora": value}
+        return Prompt(prompt="", **settings).lora
+    except (ConfigError, ValueError, RecursionError) as error:
+        raise Refusal(400, f"lora: {error}".replace("lora: lora", "lora"), "lora") from None
 
 
 def picture(sent: Any, max_pixels: int) -> bytes:

@@ -40,7 +40,7 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
         case Refusal():
             refusal = error
         case ConfigError():
-            refusal = Refusal(400, str(error))
+            refusal = Refusal(400, hide_folders(str(error)))
         case HTTPException():  # of FastAPI: unknown path or method, or a malformed form
             path = f"{request.method} {request.url.path}: " if request else ""
             advice = ": /docs lists what is served" if error.status_code in (404, 405) else ""

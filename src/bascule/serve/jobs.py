@@ -38,6 +38,9 @@ class Sink(ABC):
     def ended(self, task: Task, state: str, reason: str) -> None:
         """Handle the end of a task, "done" or "failed"."""
 
+    def heard(self, event: Event) -> None:  # noqa: B027 - optional
+        """Handle a rank's answer to an order about adapters."""
+
     def stopped(self, reason: str) -> None:  # noqa: B027 - optional
         """Handle the end of the engine or of this loop; `reason` is empty if it was asked for."""
 
@@ -88,6 +91,8 @@ class Jobs:
         """Handle an event; return whether to ask the policy."""
         if event.kind == "ended":
             self._sink.stopped("the ranks of the server have ended" if event.reason else "")
+        if event.kind == "adapter":
+            self._sink.heard(event)
         if (task := self._scheduler.tasks.get(event.request_id)) is None:
             return event.kind == "asked"
         if event.kind == "written":

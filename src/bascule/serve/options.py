@@ -11,8 +11,8 @@ from typing import Annotated
 
 from bascule.errors import ConfigError
 from bascule.files import read_lines
-from bascule.generate.options import EngineOptions
-from bascule.options import Group, NewFolder, Outputs, Range, refuse
+from bascule.generate.options import EngineOptions, adapter_file
+from bascule.options import REPEATED, Group, NewFolder, Outputs, Range, refuse
 from bascule.plan.requests import SERVED, Policy, Request, policy_of
 
 _SHORTEST_KEY = 16
@@ -45,6 +45,9 @@ class ServeOptions(Outputs, EngineOptions):
         batch: Most requests of one size that ranks compute together, where that saves time; 1: off.
         policy: Rule that decides which request runs next, on how many ranks: balanced, greedy,
             fifo, sjf, srtf, or sjf:4 for four ranks per request. simulate-requests compares them.
+        lora: LoRA to load, as NAME=PATH of a .safetensors or its folder. Give the option once per
+            LoRA; requests choose by name.
+        lora_folder: Folder of LoRAs that clients may load, by POST /v1/loras.
         advise: Print the options that are predicted to serve --mix or --arrivals best on --ranks,
             and exit. --model is a name then: flux.1, wan2.1, ltx2, ..
         mix: Sizes, steps and shares of requests, as of simulate-requests: 1024x1024@25=0.6.
@@ -74,6 +77,8 @@ class ServeOptions(Outputs, EngineOptions):
     degrees: Annotated[tuple[int, ...], Group("Ranks")] = ()
     batch: Annotated[int, Range(1, 64)] = 8
     policy: str = SERVED
+    lora: Annotated[tuple[str, ...], REPEATED, Group("Pipeline")] = ()
+    lora_folder: Path | None = None
     advise: Annotated[bool, Group("Advice")] = False
     mix: tuple[str, ...] = ()
     arrivals: Path | None = None
@@ -92,6 +97,16 @@ class ServeOptions(Outputs, EngineOptions):
         changing = {name: getattr(self, name) for name in ("sparse", "wire", "cache", "tiles")}
         words = [f"{name} {value}" for name, value in changing.items() if value]
         return ", ".join(filter(None, (self.model_name, self.variant, dtype, *words)))
+    @property
+    def loras(self) -> dict[str, Path]:
+        """Paths of the adapters to load, by name; ConfigError if one is malformed or not there."""
+        loras = dict[str, Path]()
+        for text in self.lora:
+            name, _, path = text.partition("=")
+            if not name or not path or name in loras:
+                raise ConfigError(f"--lora {text}: give NAME=PATH, and each name once")
+            loras[name] = adapter_file(Path(path))
+        return loras
 
     def api_key(self) -> bytes | None:
         """Return the key that clients must send; ConfigError if it is needed but not given."""
@@ -132,6 +147,10 @@ class ServeOptions(Outputs, EngineOptions):
         refuse(self, of_advice, "only --advise reads it: leave it out")
         self.check_engine()
         self.api_key()
+        if self.lora_folder is not None and not self.lora_folder.is_dir():
+            raise ConfigError(f"--lora-folder {self.lora_folder}: is no folder: make it")
+        if (self.loras or self.lora_folder) and find_spec("peft") is None:
+            raise ConfigError("--lora: peft is not installed: pip install 'bascule[lora]'")
         for degree in self.degrees:
             if degree < 1 or degree & (degree - 1):
                 raise ConfigError(f"--degrees {degree}: give powers of two: 1, 2, 4, ..")

@@ -3,12 +3,13 @@
 import queue
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bascule.generate.options import Lora
 from bascule.plan.requests import Block
 from bascule.serve.post import Mail, Message, Post, Ticket, unpack
 
@@ -25,7 +26,7 @@ class Event:
     `reason`, and continues. Of a request: "boarded": it has joined its batch. "cancelled". "done":
     `output` is there. "failed": for `reason`. "saved": `output` is a copy of its state, packed. Of
     the engine: "ended", by an error if there is a `reason`. Rank 0 itself queues "asked" and
-    "written".
+    "written". "adapter": one rank, of `block`, followed the order `request_id`, or not by `reason`.
     """
 
     kind: str
@@ -66,11 +67,18 @@ class Orders:
 
     def __init__(self, post: Post, num_ranks: int, size: int = 1) -> None:
         self._post, self._mail, self.num_ranks, self.size = post, post.mail(), num_ranks, size
+        self.world_size = num_ranks * size
         self._is_over = False
         self.events = queue.SimpleQueue[Event]()  # in the order in which rank 0 got them
         post.on_event = self._hear
 
-    def keep(self, request_id: str, arguments: dict[str, Any] | Tensor, seed: int) -> Ticket:
+    def keep(
+        self,
+        request_id: str,
+        arguments: dict[str, Any] | Tensor,
+        seed: int,
+        lora: Sequence[Lora] = (),
+    ) -> Ticket:
         """Store a request and return its ticket; ConfigError if an argument cannot be sent.
 
         A new one by its arguments; a saved one by its packed state, which has all.
@@ -78,7 +86,7 @@ class Orders:
         if isinstance(arguments, Tensor):
             return self._post.keep_packed(arguments)
         item = {"id": request_id, "arguments": arguments, "seed": seed, "state": None}
-        return self._post.keep(item)
+        return self._post.keep(item | {"lora": list(map(asdict, lora))})
 
     def run(self, batch: str, block: Block, members: Sequence[tuple[str, Ticket]]) -> None:
         """Let idle ranks begin requests, or continue them from their states."""
@@ -92,6 +100,11 @@ class Orders:
         others go on. "board": take in the request `id` from its `ticket`.
         """
         self._send(at, "order", batch=batch, action=action, **what)
+
+    def adapt(self, number: str, name: str, path: str | None, digest: str | None) -> None:
+        """Let each rank load an adapter, or remove it (no path), when it next looks for orders."""
+        settings = {"id": number, "name": name, "path": path, "digest": digest}
+        self._send(Block(0, self.num_ranks), "adapter", to_all=True, **settings)
 
     def drop(self, ticket: Ticket) -> None:
         """Let the rank that stores a state drop it."""
@@ -129,6 +142,9 @@ class Orders:
     def _hear(self, mail: Mail, message: Message) -> None:
         """Queue the event of a message, in the thread of the post."""
         now, kind, output = time.monotonic(), message["what"], None
+        if kind == "adapter":
+            block, reason = Block(*message["block"]), message["reason"]
+            return self.events.put(Event(kind, message["id"], now, block, reason=reason))
         if kind in ("done", "saved"):
             ticket = Ticket(*message["ticket"])
             output = self._post.fetch_packed(mail, ticket, "result")

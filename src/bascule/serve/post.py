@@ -108,6 +108,7 @@ class Post:
         self._items: dict[str, Tensor] = {}
         self._numbers = count()
         self.inbox = queue.SimpleQueue[Message]()  # messages for the rank
+        self.adapter_orders = queue.SimpleQueue[Message]()  # also in the inbox, to wake the rank
         self._thread = threading.Thread(target=self._run, name="bascule post", daemon=True)
         self._thread.start()
         self._is_over = threading.Event()
@@ -203,7 +204,9 @@ class Post:
                         self._items.pop(message["key"], None)
                     case "event" if self.on_event is not None:
                         self.on_event(mail, message)
-                    case _:
+                    case kind:
+                        if kind == "adapter":
+                            self.adapter_orders.put(message)
                         self.inbox.put(message)
         except BaseException as error:  # the store or a rank is gone
             self.inbox.put({"kind": "over", "reason": f"{type(error).__name__}: {error}"})

@@ -96,7 +96,7 @@ class Task(Job):
         `picture` says whether it has an input image.
         """
         size = times.request_size(prompt, takes)
-        shape = size, prompt.width, prompt.height, prompt.frames
+        shape = size, prompt.width, prompt.height, prompt.frames, prompt.lora
         request = Request(
             step_s=times.step_s(size),
             batch_key=None if size.num_tokens > _MOST_TOKENS else (*shape, picture),
@@ -292,8 +292,8 @@ class Scheduler:
         if task.phase == "new":
             task.begun_s = time.monotonic()
         try:
-            seed = task.prompt.seed
-            task.ticket = task.ticket or self.orders.keep(task.id, task.arguments(), seed)
+            choice = task.prompt.seed, task.prompt.lora
+            task.ticket = task.ticket or self.orders.keep(task.id, task.arguments(), *choice)
         except Exception as error:  # also one of its picture
             self.orders.tell("failed", task.id, str(error))
         return task.ticket

@@ -35,6 +35,9 @@ VIDEOS = _answer(
 DELETED = _answer("Deleted", id=str, object=Literal["video.deleted"], deleted=bool)
 MODEL = _answer("Model", id=str, object=Literal["model"], created=int, owned_by=str)
 MODELS = _answer("Models", object=Literal["list"], data=list[MODEL])
+LORA = _answer("Lora", id=str, object=Literal["lora"])
+LORAS = _answer("Loras", object=Literal["list"], data=list[LORA])
+LORA_REMOVED = _answer("LoraRemoved", __base__=LORA, deleted=bool)
 REQUEST = _answer(
     "Request",
     **dict.fromkeys(("id", "kind", "state", "reason", "prompt"), str),
@@ -58,6 +61,12 @@ def query_of(kind: type[BaseModel]) -> dict[str, Any]:
     return {
         "parameters": [{"name": name, "in": "query", "schema": field} for name, field in fields]
     }
+
+
+def json_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return how OpenAPI describes a body in JSON."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def body_of(kind: type[Form]) -> dict[str, Any]:

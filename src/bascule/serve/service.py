@@ -7,7 +7,8 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,12 +26,13 @@ from bascule.generate.generating import arguments_of, check_prompt, media_of, wr
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Policy
 from bascule.quantities import seconds
+from bascule.serve.adapters import Shelf, check_names, digest_of
 from bascule.serve.jobs import Jobs, Sink
 from bascule.serve.metrics import Metrics
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.spool import Entry, Spool, flush
-from bascule.serve.status import Busy, Closing, Key, Late, Status, Unknown
+from bascule.serve.status import Busy, Closing, Key, Late, Refusal, Status, Unknown
 from bascule.serve.times import Times
 from bascule.serve.tracing import Trace
 
@@ -59,6 +61,8 @@ class Service(Sink):
         keep_days: Days after which an ended request is removed, with its output.
         keep_bytes: Bytes of outputs beyond which the oldest are removed.
         saved_by: What made the saved states that may be used: versions and weights.
+        loras: Adapters that all ranks have loaded, by name.
+        lora_folder: Where `load_lora` finds more.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class Service(Sink):
         keep_days: float = NEVER,
         keep_bytes: float = NEVER,
         saved_by: str = "",
+        loras: Mapping[str, Path] | None = None,
+        lora_folder: Path | None = None,
     ) -> None:
         self._pipeline, self._orders, self._spool, self._times = pipeline, orders, spool, times
         self._takes = inspect.signature(pipeline.__call__).parameters
@@ -95,6 +101,8 @@ class Service(Sink):
         self._traces: dict[str, Trace] = {}  # of requests that have not ended
         self._metrics = Metrics(self.num_ranks)
         self._states, self._saved_by = dict[str, Tensor](), saved_by  # states to write, the newest
+        self._shelf = Shelf(orders, loras or {}, lora_folder)
+        self.heard = self._shelf.heard
         self._scheduler = Scheduler(orders, policy, times, most_batch=most_batch)
         self._jobs = Jobs(self._scheduler, self)
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
@@ -102,6 +110,7 @@ class Service(Sink):
             if entry.starts >= _MOST_STARTS:
                 reason = f"its ranks ended {entry.starts} times while it ran, at last alone"
                 reason += ": see why in the log, or ask for less"
+            reason = reason or self._shelf.reload(entry.status.prompt.lora)
             if reason:
                 status = replace(entry.status, state="failed", reason=reason)
                 self._unwritten[status.id] = status
@@ -169,7 +178,7 @@ class Service(Sink):
             Closing: The server is ending, or its disk is full.
         """
         for prompt in prompts:
-            check_prompt(self._pipeline, prompt, self._takes, picture=image is not None)
+            check_prompt(self._pipeline, prompt, self._takes, num_pictures=int(image is not None))
         if image is not None and not self.takes_image:
             raise ConfigError("this pipeline takes no image: leave it out")
         facts: dict[str, Any] = {"kind": self.kind, "state": "waiting", "created_at": time.time()}
@@ -183,6 +192,8 @@ class Service(Sink):
                 return self._statuses(ids)
             if reason := self._health():
                 raise Closing(reason)
+            for prompt in prompts:
+                check_names(prompt.lora, self._shelf.paths)
             tasks = list(map(self._task, entries))
             self._check_room(len(tasks))
             if must_meet_deadline and deadline_s is not None:
@@ -250,6 +261,27 @@ class Service(Sink):
         self._orders.tell("asked")
         return status
 
+    def loras(self) -> list[str]:
+        """Return the names of the adapters that requests may choose."""
+        with self.lock:
+            return sorted(self._shelf.paths)
+
+    def load_lora(self, name: str) -> Future[None]:
+        """Let all ranks load an adapter of the folder, as `Shelf.load`."""
+        path = self._shelf.find(name)
+        digest = digest_of(path)  # without the lock, as files are large
+        with self.lock:
+            return self._shelf.load(name, path, digest)
+
+    def remove_lora(self, name: str) -> Future[None]:
+        """Let all ranks remove an adapter; Refusal if there is none, or a request needs it."""
+        with self.lock:
+            for task in self._scheduler.tasks.values():
+                if task.phase != "made" and name in [lora.name for lora in task.prompt.lora]:
+                    message = f"request {task.id} needs LoRA {name!r}: try again when it has ended"
+                    raise Refusal(409, message, "name", "lora_in_use")
+            return self._shelf.remove(name)
+
     def result(self, request_id: str) -> Path:
         """Return the path of a done request's output, PNG or MP4; else raise Unknown."""
         status = self.status(request_id)
@@ -292,6 +324,7 @@ class Service(Sink):
     def stopped(self, reason: str) -> None:
         """Accept no more requests."""
         self._closed = self._closed or reason or "the server is ending"
+        self._shelf.end(Closing(self._closed))
         if not reason:
             self._forgive()
 

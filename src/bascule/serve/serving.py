@@ -21,6 +21,7 @@ from bascule.comm.values import values_digest
 from bascule.diffusers.request import models_of
 from bascule.errors import ConfigError
 from bascule.plan.requests import NEVER
+from bascule.serve.adapters import load_on_all
 from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
@@ -90,6 +91,7 @@ def run_server(
         gc.freeze()  # later collections leave out what was loaded
         gc.enable()  # the command has disabled it
         engine = start_engine(options, pipeline, num_groups, save_every=options.save_every)
+        loras = load_on_all(engine.adapters, options.loras, world, _START)
 
         def open_door() -> "tuple[Service, Door] | None":
             if engine.orders is None or spool is None:  # not on rank 0
@@ -115,6 +117,8 @@ def run_server(
                 keep_days=NEVER if options.keep_days is None else options.keep_days,
                 keep_bytes=NEVER if options.keep_gb is None else options.keep_gb * 1e9,
                 saved_by=_made_by(pipeline),
+                loras=loras,
+                lora_folder=options.lora_folder,
             )
             door = Door(service, options)
             door.start()
