@@ -68,6 +68,7 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "bucket": "256:16", "columns": "frames=n2,fps=rate,text=caption", "currency": "EUR",
     "d_model": "512", "data": "g8b1i512f1s0", "deadline": "0.01", "degrees": "1", "density": "0.2",
     "file": "b.txt", "fps": "6", "gamma": "30", "gpu_hour_price": "3", "guidance_ranks": "2",
+    "batch_s": "512x512=0.1,0.11",
     "head_dim": "16",
     "inter_gbs": "900", "intra_gbs": "0.01", "kb_per_token": "1.8e5",
     "latency_us": "900", "layers": "1", "lengths": "9,90/9/80/9////", "lens": "b-lens.jsonl",

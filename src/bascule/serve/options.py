@@ -97,6 +97,7 @@ class ServeOptions(Outputs, EngineOptions):
         changing = {name: getattr(self, name) for name in ("sparse", "wire", "cache", "tiles")}
         words = [f"{name} {value}" for name, value in changing.items() if value]
         return ", ".join(filter(None, (self.model_name, self.variant, dtype, *words)))
+
     @property
     def loras(self) -> dict[str, Path]:
         """Paths of the adapters to load, by name; ConfigError if one is malformed or not there."""
