@@ -79,8 +79,4 @@ def test_seconds_of_guidance_groups_by_hand(num_groups: int) -> None:
         halves = {2 * degree: alone[degree] + (machine.launch_s or 0) for degree in (1, 2, 4)}
         assert {degree: found[degree] for degree in halves} == pytest.approx(halves)
     mesh = mesh_of_block(8, 3, num_groups)
-    assert (mesh.guidance, mesh.ring * mesh.ulysses, mesh.ulysses) == (
-        num_groups,
-        8 // num_groups,
-        2,
-    )
+    assert (mesh.guidance, mesh.ring, mesh.ulysses) == (num_groups, 4 // num_groups, 2)

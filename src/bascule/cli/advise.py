@@ -9,12 +9,12 @@ from dataclasses import replace
 from shlex import join
 from typing import Any
 
-from bascule.cli.simulate_requests import SimulateRequestsOptions, best_of
+from bascule.cli.simulate_requests import SimulateRequestsOptions, best_of, compared
 from bascule.errors import ConfigError
 from bascule.machine.mesh_choice import mesh_of_block
 from bascule.options import flag, refuse
 from bascule.plan.requests import POLICIES, SERVED
-from bascule.quantities import Scale, number, percent, seconds
+from bascule.quantities import Scale, number, percent
 from bascule.report.page import Fact, Format, Report, Rows
 from bascule.serve.options import ServeOptions
 from bascule.sim.requests import Row, compare
@@ -23,7 +23,7 @@ from bascule.workload.tokens import model_shape
 _LOAD = 0.8  # if no rate is given
 _SEEDS = 3
 _DEGREES = 1, 2, 4, 8  # of predictions
-_FIGURES = {"mean_s": "mean", "p95_s": "P95", "on_time": "on time"}
+_FIGURES = "mean_s", "p95_s", "on_time"
 
 
 def advise(options: ServeOptions) -> None:
@@ -57,7 +57,7 @@ def _report(asked: SimulateRequestsOptions, rate: float) -> Report:
         best = best_of(rows[0], rows[1:])
         for value, row in zip(values, rows, strict=True):
             figures = [row.figures[figure] for figure in _FIGURES]
-            why = _reason(rows[0], best) if row is best else ""
+            why = f"chosen: {compared(rows[0], row) or 'no other is better'}" if row is best else ""
             cells.append((flag(name), _text(value), *figures, why))
         chosen[name] = values[rows.index(best)]
     settings = {"model": "FOLDER", "ranks": asked.ranks, **chosen}
@@ -92,23 +92,9 @@ def _report(asked: SimulateRequestsOptions, rate: float) -> Report:
 
 
 def _simulated(asked: SimulateRequestsOptions, values: Mapping[str, Any], rate: float) -> Row:
-    settings = {name: values[name] for name in ("guidance_ranks", "degrees")}
-    workload = replace(asked, **settings).read()
-    policies, size = [values["policy"]], asked.ranks
-    return compare(workload.draw, [rate], policies, num_ranks=size, num_seeds=_SEEDS)[0]
-
-
-def _reason(usual: Row, best: Row) -> str:
-    """Say what the best value gains over the server's default, and what it costs."""
-    words = list[str](), list[str]()  # what is better, what is worse
-    for figure, name in _FIGURES.items():
-        unit: Format = percent if figure == "on_time" else seconds
-        if difference := usual.difference(best, figure):
-            is_worse = (difference > 0) != (figure == "on_time")
-            text = f"{name} {unit(best.figures[figure])}, not {unit(usual.figures[figure])}"
-            words[is_worse].append(text)
-    changes = " but ".join(filter(None, map("; ".join, words)))
-    return f"chosen: {changes or 'no other is better'}"
+    settings = {name: value for name, value in values.items() if name != "policy"}
+    draw, policies = replace(asked, **settings).read().draw, [values["policy"]]
+    return compare(draw, [rate], policies, num_ranks=asked.ranks, num_seeds=_SEEDS)[0]
 
 
 def _text(value: Any) -> str:

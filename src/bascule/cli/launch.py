@@ -77,16 +77,10 @@ def result_of_ranks(num_ranks: int, arguments: list[str], max_restarts: int = 0)
     listening.bind((_HOST, 0))
     port = listening.getsockname()[1]
     # torchrun uses this store while it lives, instead of opening one on all addresses.
-    _store = TCPStore(
-        _HOST,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listening.detach(),
-    )
+    shared: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    _store = TCPStore(_HOST, port, **shared, master_listen_fd=listening.detach())
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", _HOST]
-    launcher += ["--max-restarts", str(max_restarts)]
+    launcher += ["--max-restarts", str(max_restarts), "--master-port", str(port)]
     names = [number.name for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
     # Under nohup in a script there may be none, and torchrun would warn of an empty list.
     launcher += ["--signals-to-handle", ",".join(names) or signal.SIGUSR2.name]
@@ -94,7 +88,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str], max_restarts: int = 0)
         path = Path(folder) / "result"
         os.environ[_RESULT_TO] = str(path)
         try:
-            run.main([*launcher, "--master-port", str(port), "-m", "bascule.cli", *arguments])
+            run.main([*launcher, "-m", "bascule.cli", *arguments])
         except (KeyboardInterrupt, SignalException) as error:
             raise CommError("stopped by a signal, and so were its ranks") from error
         except ChildFailedError as error:
@@ -129,9 +123,9 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
         handler.setLevel(logging.INFO)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logging.getLogger("bascule.comm.failures").setLevel(logging.CRITICAL)  # `main` prints errors
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if (nth := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-        most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
-        logging.getLogger("bascule").info("a rank ended: restart %s of at most %s", nth, most)
+        logging.getLogger("bascule").info("a rank ended: restart %s of at most %s", nth, restarts)
     result = os.environ.get(_RESULT_TO)
     note = None if result is None else Path(result).with_name(os.environ["RANK"])
     if note is not None:
@@ -154,7 +148,6 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
     except (CommError, ConfigError) as error:
         if note is not None and isinstance(error, CommError):
             note.write_text(str(error), encoding="utf-8")
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         if note is None or restarts == "0" or not isinstance(error, ConfigError):
             raise
         if not isinstance(error, RemoteConfigError):  # which quotes another rank

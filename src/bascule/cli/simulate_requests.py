@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,23 +146,13 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
         scale = load if options.rates else workload.scale(load, options.ranks)
         return workload.draw(scale, seed, slo=options.slo)
 
-    def simulated(policies: Sequence[str], batch: int) -> "list[Row]":
-        return compare(
-            draw,
-            loads,
-            policies,
-            num_ranks=options.ranks,
-            num_seeds=options.seeds,
-            move_s=options.move_ms / 1e3,
-            within=options.within,
-            batch=batch,
-        )
-
+    size, move_s = {"num_ranks": options.ranks, "num_seeds": options.seeds}, options.move_ms / 1e3
+    simulated = partial(compare, draw, loads, **size, move_s=move_s, within=options.within)
     requests = draw(loads[0], 0)
     most = max(len(curve) for request in requests for curve in request.batch_s.values() or [[0.0]])
     with waiting("simulating"):
-        rows = simulated(list(dict.fromkeys((SERVED, *options.policies))), most)
-        singly = simulated([SERVED], 1)[::2] if most > 1 else []  # without the bounds
+        rows = simulated(list(dict.fromkeys((SERVED, *options.policies))), batch=most)
+        singly = simulated([SERVED])[::2] if most > 1 else []  # without the bounds
     source = options.arrivals or " ".join(options.mix)
     alone_s = sum(replace(request, batch_key=None).work_s for request in requests)
     worth = alone_s / sum(request.work_s for request in requests)
@@ -193,20 +184,16 @@ def report_of(
     kinds = [key.removeprefix("degree of ") for key in own if key.startswith("degree of ")]
     gpus = ", ".join(f"{number(own[f'degree of {kind}'])} for {kind}" for kind in kinds)
     unit = Scale.of([row.figures["mean_s"] for row in rows], "s")
-    better, worse = (", ".join(words.values()) for words in _against(ours, best))
+    better, worse = map(", ".join, _against(ours, best))
     advice = f"Better for this load is bascule serve --policy {best.policy}: {better}."
     if worse:
         advice = f"With bascule serve --policy {best.policy}: {better}, but {worse}."
 
-    batching, extra = "", tuple[Fact, ...]()
+    batching, extra = "", [Fact("batch_worth", "requests per second with batches", worth, times)]
     for alone in (row.figures for row in singly if row.load == load):
-        texts = [
-            f"{_LATENCIES[key]} {seconds(own[key])} instead of {seconds(alone[key])}"
-            for key in ("mean_s", "p95_s")
-        ]
-        batching = f"Batches are worth {times(worth)} the requests per second at most; "
-        batching += f"here {', '.join(texts)}. "
-        extra = (Fact("batch_worth", "requests per second with batches", worth, times),)
+        batching = f"Batches are worth {times(worth)} the requests per second at most; here mean "
+        batching += f"{seconds(own['mean_s'])} instead of {seconds(alone['mean_s'])}, P95 "
+        batching += f"{seconds(own['p95_s'])} instead of {seconds(alone['p95_s'])}. "
 
     def table(title: str, *names: str) -> Rows:
         with_any = [row for row in rows if row.figures.keys() & set(names)]
@@ -230,7 +217,7 @@ def report_of(
         Fact("mean_bound_s", "lower bound for any policy", bound["mean_s"], seconds),
         Fact("p95_s", f"P95 with {SERVED}", own["p95_s"], seconds),
         Fact("p99_s", f"P99 with {SERVED}", own["p99_s"], seconds),
-        *extra,
+        *(extra if singly else ()),
     )
     return Report(
         title=f"Requests on {num_ranks} GPUs: {source}",
@@ -275,12 +262,12 @@ def best_of(ours: "Row", others: "Sequence[Row]") -> "Row":
     )
 
 
-def _against(ours: "Row", other: "Row") -> tuple[dict[str, str], dict[str, str]]:
-    """Return in which figures another policy is better and worse beyond noise: words by name.
+def _against(ours: "Row", other: "Row") -> tuple[list[str], list[str]]:
+    """Return in which figures another row is better and worse beyond noise.
 
     Kinds of requests count only where they lose, since the share of all has what they gain.
     """
-    changes = dict[str, str](), dict[str, str]()
+    changes = list[str](), list[str]()
     for figure, value in ours.figures.items():
         is_share, others = figure.startswith("on_time"), other.figures[figure]
         if not (is_share or figure in ("mean_s", "p95_s", "p99_s")):
@@ -290,17 +277,22 @@ def _against(ours: "Row", other: "Row") -> tuple[dict[str, str], dict[str, str]]
         difference = ours.difference(other, figure)
         is_worse = (difference > 0) != is_share
         if difference and (is_worse or " of " not in figure):
-            changes[is_worse][name] = f"{name} {unit(others)} instead of {unit(value)} {unit.unit}"
+            text = f"{name} {unit(others)} instead of {unit(value)} {unit.unit}"
+            changes[is_worse].append(text)
     return changes
+
+
+def compared(ours: "Row", other: "Row") -> str:
+    """Say in which figures another row is better and worse; "" if in none."""
+    words = zip(("better", "worse"), map(", ".join, _against(ours, other)), strict=True)
+    return "; ".join(f"{how}: {figures}" for how, figures in words if figures)
 
 
 def _compared(title: str, ours: "Row", rows: "Sequence[Row]", unit: Scale) -> Rows:
     """Compare policies at a load, the most requests on time first, and say why."""
     cells, names = list[Sequence[Any]](), ("on_time", "mean_s", "p95_s", "p99_s", "rank_s")
     for row in sorted(rows, key=lambda row: (-row.figures["on_time"], row.figures["mean_s"])):
-        better, worse = map(", ".join, _against(ours, row))
-        words = [better and f"better: {better}", worse and f"worse: {worse}"]
-        against, whose = "; ".join(filter(None, words)), f"bascule serve --policy {row.policy}"
+        against, whose = compared(ours, row), f"bascule serve --policy {row.policy}"
         if row is ours:
             against, whose = "itself", "bascule serve's default"
         rule, values = _RULES[row.policy.partition(":")[0]], map(row.figures.get, names)

@@ -144,15 +144,18 @@ class Times:
                     share = _UNTRIED_SHARE ** math.log2(degree / last)
                     seconds = min(seconds, share * predicted_s[last] * tried[last])
                 self._tables[size][degree] = seconds
-        shared = {size: self._shared(size) for size in self._measured}
+        shared = {  # the share of a step that measured batches share, by degree and batch
+            size: {
+                (d, b): min(1.0, (b - median(seconds) / self._tables[size][d]) / (b - 1))
+                for (d, b), seconds in latest.items()
+                if b > 1
+            }
+            for size, latest in self._measured.items()
+        }
         for size, step_s in self._tables.items():
             of_size = shared.get(size)
-            smaller = [
-                max(shares.values())
-                for other, shares in shared.items()
-                if shares and other.num_tokens <= size.num_tokens
-            ]
-            most = min([_UNTRIED_SHARED, *smaller])
+            smaller = (of for at, of in shared.items() if of and at.num_tokens <= size.num_tokens)
+            most = min([_UNTRIED_SHARED, *(max(of.values()) for of in smaller)])
             for degree, alone_s in step_s.items():
                 curve = self._curves[size][degree] = [alone_s]
                 for num in self._batches:
@@ -161,11 +164,3 @@ class Times:
                         near = min(of_size, key=lambda at: (abs(at[0] - degree), abs(at[1] - num)))
                         share = of_size[near]
                     curve.append(alone_s * (num - share * (num - 1)))
-
-    def _shared(self, size: RequestSize) -> dict[tuple[int, int], float]:
-        """Return the share of a step that measured batches share, by degree and batch."""
-        return {
-            (d, b): min(1.0, (b - median(latest) / self._tables[size][d]) / (b - 1))
-            for (d, b), latest in self._measured[size].items()
-            if b > 1
-        }

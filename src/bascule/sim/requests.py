@@ -98,27 +98,22 @@ class _Cluster:
         """Let a waiting job run on free ranks."""
         state = self.state
         state.leave(job)
-        moved = self._move(job, block)
+        moved, *_ = [self._moves(member, block) for member in (job, *job.riders)]
+        move_s = state.move_s * moved
         job.from_s = state.now_s
-        job.steps_end_s = state.now_s + job.left * job.request.step_s[block.degree]
-        job.steps_end_s += state.move_s * moved
+        job.steps_end_s = state.now_s + job.left * job.request.step_s[block.degree] + move_s
         self._place(job, block)
         if job.riders:
-            for rider in job.riders:
-                self._move(rider, block)
-                self._since[rider.number] = state.now_s
-            self._go_on(job, state.now_s + state.move_s * moved)
+            self._go_on(job, state.now_s + move_s)
 
     def board(self, job: Job, lead: Job) -> None:
         """Let a waiting job ride with a running one from its next boundary on."""
         assert lead.block is not None
-        now_s, members = lead.present(self.state.now_s), (lead, *lead.riders)
+        now_s = lead.present(self.state.now_s)
         begin = max(self.state.now_s, lead.boundary_s(now_s))
-        rests = [member.rest(now_s) for member in members]
-        for member, rest in zip(members, rests, strict=True):
-            member.left = rest
+        self.take_steps(lead, lead.left - lead.rest(now_s))
         self._charge(lead, begin)
-        begin += self.state.move_s * self._move(job, lead.block)
+        begin += self.state.move_s * self._moves(job, lead.block)
         self._since[job.number] = begin
         self.state.board(job, lead)
         self._go_on(lead, begin)
@@ -126,12 +121,10 @@ class _Cluster:
     def end_first(self, lead: Job) -> tuple[Job, float]:
         """Let the first of a batch leave it; return the job, and when it has decoded."""
         assert lead.block is not None
-        members = [lead, *lead.riders]
-        job = min(members, key=lambda member: member.left)
-        fewest, once_s = job.left, job.request.once_s
+        job = min((lead, *lead.riders), key=lambda member: member.left)
+        once_s = job.request.once_s
         end = self.state.now_s + once_s
-        for member in members:
-            member.left -= fewest
+        self.take_steps(lead, job.left)
         self.rank_s[job.number] += lead.block.degree * once_s
         self.run_s[job.number] += once_s
         rest = self.state.part(job)
@@ -141,12 +134,19 @@ class _Cluster:
         self._go_on(rest, end)
         return job, end
 
-    def _move(self, job: Job, block: Block) -> bool:
-        """Return whether a job moves to a block, and note it."""
+    def _moves(self, job: Job, block: Block) -> bool:
+        """Return whether a job that starts on a block moves to it, and note it."""
         moved = self._before.get(job.number, block) != block
         self.num_moves += moved
         self._before[job.number] = block
+        self._since[job.number] = self.state.now_s
         return moved
+
+    @staticmethod
+    def take_steps(lead: Job, num: int) -> None:
+        """Count the steps that a batch has taken."""
+        for job in (lead, *lead.riders):
+            job.left -= num
 
     def _go_on(self, lead: Job, begin_s: float) -> None:
         """Let a batch take its steps from then on until its first job ends."""
@@ -238,9 +238,7 @@ def serve(
             assert job.block is not None
             if what == "recalled":
                 left = round((job.steps_end_s - state.now_s) / job.step_s(job.block.degree))
-                taken = job.left - left
-                for member in (job, *job.riders):
-                    member.left -= taken
+                cluster.take_steps(job, job.left - left)
                 cluster.recalled.remove(job)
                 state.wait(job)
             elif job.riders:

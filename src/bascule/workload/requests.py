@@ -90,8 +90,7 @@ class Mix:
 
     def scale(self, load: float, num_ranks: int) -> float:
         """Return the requests per second that give a load if each runs at its cheapest degree."""
-        work = float(np.dot(self.shares, [kind.work_s for kind in self.kinds]))
-        return load * num_ranks / work
+        return load * num_ranks / float(np.dot(self.shares, [kind.work_s for kind in self.kinds]))
 
     def draw(self, scale: float, seed: int, *, slo: float = 1.0) -> list[Request]:
         """Draw requests that arrive at `scale` per second; `slo` scales the time to deadlines."""

@@ -128,9 +128,11 @@ class Balanced:
         """Start the first jobs of the line while ranks are free."""
         if not state.num_free:
             return
-        for job in filter(state.waits, self._beside):
+        again = list(filter(state.waits, self._beside))
+        for job in again:
             insort(self._line, (self._order(state, job, self._view(state, job), False), job))
-        self._beside = [job for job in self._beside if not state.waits(job)]
+        if again:
+            self._beside = [job for job in self._beside if job not in again]
         while state.num_free and self._line:
             job = self._line[0][1]
             need = self._view(state, job).need if state.waits(job) else 0
@@ -259,31 +261,32 @@ class Balanced:
             return self._known[job.number].step_s
         return _fast({degree: job.step_s(degree) for degree in job.request.step_s})
 
-    def _pressing(self, state: State, job: Job) -> list[Job]:
-        """Return the jobs of a batch whose deadlines count: of users and not over, if there are."""
-        members = [job, *job.riders]
-        due = [member for member in members if member.request.deadline_s < NEVER]
-        kept = [member for member in due if member.request.deadline_s >= state.now_s]
-        return kept or due or members
-
     def _first(self, state: State, job: Job) -> Job:
-        """Return the job of a batch that is due first."""
-        return min(self._pressing(state, job), key=self._due)
+        """Return the job of a batch that is due first: of users and not over, if there are."""
 
-    def _due(self, job: Job) -> float:
-        return self._known[job.number].due_s
+        def urgency(member: Job) -> tuple[int, float]:
+            due_s = member.request.deadline_s
+            return 2 * (due_s == NEVER) + (due_s < state.now_s), self._known[member.number].due_s
+
+        return min((job, *job.riders), key=urgency)
 
     def _view(self, state: State, job: Job) -> _View:
         known, request, rest = self._known[job.number], job.request, job.rest(state.now_s)
-        at, begin = 0, state.now_s
+        at, begin, step_s = 0, state.now_s, known.step_s
         if job.block is not None:
             at = job.block.degree
             begin = job.steps_end_s - (rest and rest * job.step_s(at))
         if at or job.left < request.steps:
             begin += state.move_s
         if job.riders:
-            return self._view_of_batch(state, job, begin)
-        room, step_s = known.due_s - begin - request.once_s, known.step_s
+            spans = {degree: job.spans(degree, state.now_s) for degree in self._step_s(job)}
+            first, ends = self._first(state, job), [max(span.values()) for span in spans.values()]
+            room = self._known[first.number].due_s - begin
+            slacks = [room - span[first] for span in spans.values()]
+            need = self._need(spans, slacks, job.deadline_s)
+            work = need * ends[list(spans).index(need)]
+            return _View(need, ends[0], slacks[0], max(slacks), work)
+        room = known.due_s - begin - request.once_s
         slacks = [room - rest * step for step in step_s.values()]
         if at in step_s:
             slacks[list(step_s).index(at)] = known.due_s - job.free_s
@@ -292,19 +295,7 @@ class Balanced:
         work = need * rest * step_s[need] + request.once_s
         return _View(need, left_s, slacks[0], max(slacks), work)
 
-    def _view_of_batch(self, state: State, job: Job, begin_s: float) -> _View:
-        spans = {degree: job.spans(degree, state.now_s) for degree in self._step_s(job)}
-        of_jobs = [
-            [self._due(member) - begin_s - span[member] for span in spans.values()]
-            for member in self._pressing(state, job)
-        ]
-        hopeful = [of_job for of_job in of_jobs if max(of_job) >= 0] or of_jobs
-        slacks = [min(of_degree) for of_degree in zip(*hopeful, strict=True)]
-        ends = {degree: max(span.values()) for degree, span in spans.items()}
-        need = self._need(ends, slacks, job.deadline_s)
-        return _View(need, ends[min(ends)], slacks[0], max(slacks), need * ends[need])
-
-    def _need(self, degrees: Mapping[int, float], slacks: Sequence[float], due_s: float) -> int:
+    def _need(self, degrees: Mapping[int, object], slacks: Sequence[float], due_s: float) -> int:
         """Return the least degree that meets a deadline, else the last; idle ranks widen others."""
         if due_s == NEVER:
             return _at_most(degrees, self._base)
@@ -316,7 +307,8 @@ class Balanced:
         """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
         lost = set[Job]()
         load, chosen = 0.0, list[tuple[float, int, Job]]()
-        due = {job: self._due(self._first(state, job) if job.riders else job) for job in views}
+        firsts = {job: self._first(state, job) if job.riders else job for job in views}
+        due = {job: self._known[first.number].due_s for job, first in firsts.items()}
         for job in sorted(views, key=lambda job: (due[job], job.number)):
             if job.deadline_s == NEVER:
                 continue
@@ -359,8 +351,7 @@ class Balanced:
         gains: list[tuple[float, int, Job]] = []
 
         def offer(job: Job, degree: int) -> None:
-            step_s = self._step_s(job) if job.riders else self._known[job.number].step_s
-            if 0 < degree <= room and 2 * degree in step_s:
+            if 0 < degree <= room and 2 * degree in (step_s := self._step_s(job)):
                 gain = job.rest(state.now_s) * (step_s[degree] - step_s[2 * degree])
                 gain *= 1 + len(job.riders)
                 heapq.heappush(gains, (-gain, job.number, job))
@@ -375,9 +366,13 @@ class Balanced:
                 offer(job, targets[job])
 
 
-def _at_most(step_s: Mapping[int, float], degree: int) -> int:
+def _at_most(step_s: Mapping[int, object], degree: int) -> int:
     """Return the largest of the ascending degrees up to `degree`, else the least."""
-    return max((wide for wide in step_s if wide <= degree), default=next(iter(step_s)))
+    best = next(iter(step_s))
+    for wide in step_s:
+        if wide <= degree:
+            best = wide
+    return best
 
 
 def _fast(step_s: Mapping[int, float]) -> dict[int, float]:

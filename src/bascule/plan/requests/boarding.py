@@ -60,25 +60,20 @@ def board(
         for job in state.waiting
     )
     dues = [entry for entry in line[:_MOST_DUE] if entry[0] < NEVER]
-    first = state.waiting[0]
-    key_of_first = first.request.batch_key
-    following = (job.number for job in state.waiting if job.request.batch_key != key_of_first)
-    second, failures = next(following, NEVER), Counter[Hashable]()
-    num_before = 0
+    num_before, failures = 0, Counter[Hashable]()
     for place, (_, seconds, _, job) in enumerate(line, 1):
         key, narrow = job.request.batch_key, min(job.request.step_s)
         if narrow <= num_coming:
             num_coming -= narrow
             continue
         if offers[key] and not job.riders and job not in closed:
-            oldest = second if key == key_of_first else first.number
+            unlike = (other.number for other in state.waiting if other.request.batch_key != key)
             others = [(due_s, needs_s) for due_s, needs_s, _, other in dues if other is not job]
-            turn = _Turn(wait_s, num_before, len(line) - place, oldest < job.number, others)
-            for offer in heapq.nsmallest(_MOST_TRIED, offers[key]):
-                if _gains(state, job, offer[-1], turn):
-                    break
-            else:
-                offer = None
+            turn = _Turn(
+                wait_s, num_before, len(line) - place, next(unlike, NEVER) < job.number, others
+            )
+            tried = heapq.nsmallest(_MOST_TRIED, offers[key])
+            offer = next((offer for offer in tried if _gains(state, job, offer[-1], turn)), None)
             if offer is not None:
                 act.board(job, offer[-1])
                 dues = [entry for entry in dues if entry[3] is not job]
@@ -109,16 +104,14 @@ def _gains(state: State, job: Job, lead: Job, turn: _Turn) -> bool:
     """Return whether a waiting job should board a batch."""
     assert lead.block is not None
     now_s, degree = lead.present(state.now_s), lead.block.degree
-    before, after = lead.spans(degree, now_s), lead.spans(degree, now_s, [job])
-    begin = lead.boundary_s(now_s)
+    before, after = lead.spans(degree, now_s), lead.spans(degree, now_s, job)
+    begin, narrow = lead.boundary_s(now_s), min(job.request.step_s)
     alone = {d: job.seconds(d) for d in job.request.step_s}
-    as_it_is = {member: begin + span for member, span in before.items()}
-    as_it_is[job] = state.now_s + min(alone.values())
+    spans = before | {job: state.now_s + min(alone.values()) - begin}
     for member, span in after.items():
-        if as_it_is[member] <= member.request.deadline_s < begin + span:
+        if begin + spans[member] <= member.request.deadline_s < begin + span:
             return False
     longer = max(after.values()) - max(before.values())
-    narrow = min(alone)
     saved = narrow * alone[narrow] - degree * longer
     until = state.since[lead.block.first] + _MOST_TIMES * job.request.seconds(degree)
     free_s = begin + max(after.values())
@@ -128,26 +121,24 @@ def _gains(state: State, job: Job, lead: Job, turn: _Turn) -> bool:
     earlier += (turn.num_behind * saved - turn.num_before * degree * longer) / state.num_ranks
     if earlier <= sum(after.values()):
         return False
-    frees_s = [other.free_s for other in state.running.values() if other is not lead]
-    kept = (_kept(turn.dues, [*frees_s, free]) for free in (lead.free_s, free_s))
-    return all(then or not now for now, then in zip(*kept, strict=True))
+    others_s = [other.free_s for other in state.running.values() if other is not lead]
+    return _kept(turn.dues, [*others_s, lead.free_s]) <= _kept(turn.dues, [*others_s, free_s])
 
 
-def _kept(dues: Sequence[tuple[float, float]], free_s: list[float]) -> list[bool]:
-    """Return which jobs meet their deadlines if each takes the block that is free first.
+def _kept(dues: Sequence[tuple[float, float]], free_s: list[float]) -> set[tuple[bool, int]]:
+    """Return which jobs, by place, meet their deadlines if each takes the block that is free first.
 
-    First if all jobs run in this order, then if those that would be late are left out.
-
-    Args:
-        dues: The deadline of each job, and the seconds that it needs.
-        free_s: Times at which blocks get free.
+    First if all jobs run in this order, then if those that would be late are left out. `dues` has
+    deadlines, and the seconds that jobs need.
     """
-    kept = list[bool]()
+    kept = set[tuple[bool, int]]()
     for leaves_out in (False, True):
         free = sorted(free_s)  # a heap
-        for due_s, seconds in dues:
-            kept.append(free[0] + seconds <= due_s)
-            if kept[-1] or not leaves_out:
+        for place, (due_s, seconds) in enumerate(dues):
+            is_kept = free[0] + seconds <= due_s
+            if is_kept:
+                kept.add((leaves_out, place))
+            if is_kept or not leaves_out:
                 heapq.heapreplace(free, free[0] + seconds)
     return kept
 

@@ -115,11 +115,10 @@ class Job:
         """Return the number of steps left at the next step boundary; until it, a job runs one."""
         if self.block is None or not self.left or now_s < self.from_s:  # or one rank decodes
             return self.left
-        step = self.request.step_s[self.block.degree]
-        if self.riders or self.lead is not None:
-            step = (self.lead or self).step_s(self.block.degree)
-        to_end = (self.steps_end_s - now_s) / step
-        return max(0, min(math.floor(to_end + 1e-9), self.left - 1))
+        degree, is_alone = self.block.degree, self.lead is None and not self.riders
+        step = self.request.step_s[degree] if is_alone else (self.lead or self).step_s(degree)
+        to_end = math.floor((self.steps_end_s - now_s) / step + 1e-9)
+        return 0 if to_end < 0 else min(to_end, self.left - 1)
 
     def present(self, now_s: float) -> float:
         """Return the time before all steps if none has begun, as when it just started; else now."""
@@ -131,9 +130,7 @@ class Job:
         rest = self.rest(now_s)
         return self.steps_end_s - (rest and rest * self.step_s(self.block.degree))
 
-    def spans(
-        self, degree: int, now_s: float = 0.0, others: "Sequence[Job]" = ()
-    ) -> dict["Job", float]:
+    def spans(self, degree: int, now_s: float, *others: "Job") -> dict["Job", float]:
         """Return the seconds from the next step boundary to the end of each job of its batch.
 
         Steps get shorter as jobs end. While a job decodes, the others wait. `others` board there.
@@ -156,15 +153,11 @@ class Job:
         """Predict the ends of a running job and its riders, whose `left` steps begin then."""
         assert self.block is not None
         degree, step_s = self.block.degree, self.step_s(self.block.degree)
-        ends = self.spans(degree, -NEVER)  # all steps left
-        for job in (self, *self.riders):
-            job.block, job.from_s, job.steps_end_s = (
-                self.block,
-                begin_s,
-                begin_s + job.left * step_s,
-            )
-            job.free_s = begin_s + ends[job]
-        last, span_s = ends.popitem()
+        spans = self.spans(degree, -NEVER)  # all steps left
+        for job, span_s in spans.items():
+            job.block, job.from_s = self.block, begin_s
+            job.steps_end_s, job.free_s = begin_s + job.left * step_s, begin_s + span_s
+        last, span_s = spans.popitem()
         self.free_s = begin_s + span_s - (last.request.once_s if degree > 1 else 0.0)
 
 
@@ -211,6 +204,8 @@ class State:
 
     def waits(self, job: Job) -> bool:
         """Return whether a job waits."""
+        if job.block is not None:
+            return False
         at = bisect_left(self.waiting, job.number, key=_number)
         return at < len(self.waiting) and self.waiting[at] is job
 
