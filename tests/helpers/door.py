@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import openai
 from PIL import Image
 
 from bascule.errors import ConfigError
@@ -188,6 +189,12 @@ class Open:
 
     door: Door
     service: FakeService
+    clients: ExitStack  # they end before the door
+
+    def client(self, key: str = "none") -> Any:
+        """OpenAI's client."""
+        settings: Any = {"api_key": key, "max_retries": 0, "timeout": 60}
+        return self.clients.enter_context(openai.OpenAI(base_url=f"{self.url}/v1", **settings))
 
     @property
     def url(self) -> str:
@@ -232,7 +239,8 @@ def opened_door(folder: Path, options: dict[str, Any] | None = None, **fake: Any
     door = Door(cast(Any, service), ServeOptions(**settings))
     door.start()
     try:
-        yield Open(door, service)
+        with ExitStack() as clients:
+            yield Open(door, service, clients)
     finally:
         door.stop()
 

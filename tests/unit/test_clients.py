@@ -41,10 +41,6 @@ def videos(tmp_path: Path) -> Iterator[Open]:
             yield door
 
 
-def client(door: Open) -> Any:
-    return openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def made_as(data: bytes) -> str:
     with Image.open(io.BytesIO(data)) as image:
         return str(image.format)
@@ -95,7 +91,7 @@ def test_every_call_of_openais_client(
     public = {name for name, one in vars(resource).items() if inspect.isfunction(one)}
     assert calls.keys() == {name for name in public if name[0] != "_"}
     door = request.getfixturevalue("videos" if resource is Videos else "images")
-    api = getattr(client(door), resource.__name__.lower())
+    api = getattr(door.client(), resource.__name__.lower())
     name = api.create_and_poll(prompt="x").id if resource is Videos else ""
     for what, (call, refused) in calls.items():
         if refused is None:
@@ -148,7 +144,7 @@ def test_every_argument_of_openais_client(
     takes = {name for name in takes if not name.startswith("extra_")} - {"self", "timeout"}
     assert table.keys() == takes
     door = request.getfixturevalue("videos" if method is Videos.create else "images")
-    api = getattr(client(door), "videos" if method is Videos.create else "images")
+    api = getattr(door.client(), "videos" if method is Videos.create else "images")
     call = getattr(api, method.__name__)
     settings: dict[str, Any] = {"prompt": "x"} | ({"image": FILE} if "image" in takes else {})
     for name, (answered, refused) in table.items():
@@ -312,8 +308,8 @@ def test_jpegs_differ_by_compression(images: Open) -> None:
 
 def test_events_of_images_by_openais_client(images: Open) -> None:
     for call, kind in (
-        (lambda **body: client(images).images.generate(**body), "image_generation.completed"),
-        (lambda **body: client(images).images.edit(image=FILE, **body), "image_edit.completed"),
+        (lambda **body: images.client().images.generate(**body), "image_generation.completed"),
+        (lambda **body: images.client().images.edit(image=FILE, **body), "image_edit.completed"),
     ):
         fields = {"extra_body": {"seed": 5}, "output_format": "webp", "n": 2, "partial_images": 0}
         events = list(call(prompt="x", stream=True, **fields))
@@ -363,7 +359,7 @@ def test_a_video_at_once(videos: Open) -> None:
     status, data, headers = videos.call("POST", f"{VIDEOS}/sync", form, Content_Type=media)
     assert (status, data, headers["content-type"]) == (200, b"a video of 7", "video/mp4")
     assert float(headers["x-inference-time-s"]) >= 0
-    made = client(videos).videos.retrieve(headers["x-request-id"])
+    made = videos.client().videos.retrieve(headers["x-request-id"])
     assert made.status == "completed"
     found = videos.call("GET", f"{VIDEOS}/{made.id}/content?output_format=webp")[1]
     assert found["error"]["param"] == "output_format"
@@ -373,7 +369,7 @@ def test_a_video_at_once(videos: Open) -> None:
 
 
 def test_pages_of_videos(videos: Open) -> None:
-    api = client(videos).videos
+    api = videos.client().videos
     assert list(api.list()) == []
     ids = [api.create(prompt=f"{k}").id for k in range(5)]
     assert [one.id for one in api.list(limit=2)] == ids[::-1]
@@ -393,7 +389,7 @@ def test_pages_of_videos(videos: Open) -> None:
 
 
 def test_a_key_makes_nothing_twice(images: Open) -> None:
-    body, api = {"prompt": "x", "n": 2}, client(images)
+    body, api = {"prompt": "x", "n": 2}, images.client()
     first, again = (
         api.images.generate(**body, extra_headers={"Idempotency-Key": "a"}) for _ in range(2)
     )

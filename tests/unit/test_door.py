@@ -61,10 +61,6 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
         yield door
 
 
-def client(door: Open, key: str = "none") -> Any:
-    return openai.OpenAI(base_url=f"{door.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
 def pixel(data: bytes) -> tuple[int, ...]:
     with Image.open(io.BytesIO(data)) as image:
         return tuple(np.asarray(image)[0, 0].tolist())
@@ -76,10 +72,10 @@ def pixel(data: bytes) -> tuple[int, ...]:
 def test_images_by_openais_client(images: Open) -> None:
     extra = {"seed": 5, "steps": 2, "guidance": 1.5, "negative_prompt": "fog", "deadline_s": 60}
     with stepping(images.service):
-        made = client(images).images.generate(
+        made = images.client().images.generate(
             prompt="a boat", n=2, size="64x32", model="tiny", user="me", extra_body=extra
         )
-        linked = client(images).images.generate(prompt="é", response_format="url")
+        linked = images.client().images.generate(prompt="é", response_format="url")
     assert [pixel(base64.b64decode(one.b64_json)) for one in made.data] == [(5, 2, 7), (6, 2, 7)]
     assert [one.seed for one in made.data] == [5, 6]
     first, second, third = images.service.asked.values()
@@ -141,7 +137,7 @@ def test_a_picture_is_decoded_and_encoded_anew(tmp_path: Path) -> None:
     text = base64.b64encode(png()).decode()
     form, kind = multipart(("prompt", "a"), ("seed", "3"), ("image", png()))
     with opened_door(tmp_path, takes_image=True) as door, stepping(door.service):
-        client(door).images.edit(prompt="a", image=png(), extra_body={"seed": 3})
+        door.client().images.edit(prompt="a", image=png(), extra_body={"seed": 3})
         for body, media in (
             (form, kind),
             ({"prompt": "a", "image": text}, "application/json"),
@@ -165,7 +161,7 @@ def test_a_picture_is_decoded_and_encoded_anew(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 def test_videos_by_openais_client(videos: Open) -> None:
-    api, service = client(videos).videos, videos.service
+    api, service = videos.client().videos, videos.service
     made = api.create(prompt="waves", seconds="2", size="64x32", extra_body={"seed": "9"})
     (asked,) = service.asked.values()
     settings: dict[str, Any] = {"width": 64, "height": 32, "steps": 4, "frames": 2 * 16 + 1}
@@ -506,7 +502,7 @@ def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
         assert (status, answer["error"]["code"]) == (429, "queue_full")
         assert answer["error"]["type"] == "rate_limit_error" and headers["retry-after"] == "3"
         with pytest.raises(openai.RateLimitError, match="the queue is full"):
-            client(door).images.generate(prompt="x")
+            door.client().images.generate(prompt="x")
 
 
 # Keys and addresses
@@ -531,8 +527,8 @@ def test_the_key_opens(tmp_path: Path) -> None:
         assert door.call("GET", "/health")[0] == door.call("GET", "/")[0] == 200
         assert door.call("GET", "/metrics")[0] == door.call("GET", "/nowhere")[0] == 401
         with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
-            client(door, "wrong").models.list()
-        assert [one.id for one in client(door, KEY).models.list()] == ["tiny"]
+            door.client("wrong").models.list()
+        assert [one.id for one in door.client(KEY).models.list()] == ["tiny"]
 
 
 def test_pages_of_others_cannot_call_without_a_key(images: Open) -> None:
@@ -582,7 +578,7 @@ def test_a_client_that_vanishes_cancels_its_requests(images: Open) -> None:
     assert states == ["waiting", "cancelled", "cancelled"]
     images.connect(sized(len(body)) + body[:-5]).close()  # it goes while it sends
     with stepping(images.service):
-        assert client(images).images.generate(prompt="x").data
+        assert images.client().images.generate(prompt="x").data
     assert images.call("GET", f"/v1/requests/{other['data'][0]['id']}")[1]["state"] == "done"
     assert len(images.service.asked) == 4
 

@@ -119,7 +119,11 @@ class EngineOptions(RankOptions):
 
     def check_engine(self) -> None:
         """Refuse a model that is no pipeline, and options that exclude each other."""
-        check_model(self.model, self.variant)
+        index = Path(self.model) / "model_index.json"
+        if self.model not in (TINY, TINY_WAN) and not index.is_file():
+            advice = f"give the folder of a pipeline of diffusers, or {TINY}, or {TINY_WAN}"
+            raise ConfigError(f"--model {self.model}: no {index}: {advice}")
+        variant_of(self.model, self.variant)
         if self.cache is not None:
             self.cache_of_steps()
         for *sides, why in _EXCLUDED:
@@ -177,15 +181,6 @@ class GenerateOptions(Outputs, EngineOptions):
         if bool(self.prompt) == (self.prompts is not None):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         self.check_engine()
-
-
-def check_model(model: str, variant: str | None) -> None:
-    """Refuse a model that is no pipeline, or lacks this variant of its weights."""
-    index = Path(model) / "model_index.json"
-    if model not in (TINY, TINY_WAN) and not index.is_file():
-        advice = f"give the folder of a pipeline of diffusers, or {TINY}, or {TINY_WAN}"
-        raise ConfigError(f"--model {model}: no {index}: {advice}")
-    variant_of(model, variant)
 
 
 def variant_of(model: str, variant: str | None) -> str | None:
@@ -345,54 +340,51 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     rows = [("--prompt", {"prompt": text}) for text in options.prompt] or list(_rows(options))
     if not rows:
         raise ConfigError(f"--prompts {options.prompts}: has no prompt: give one per line")
-    return [
-        _prompt(where, {**common, "seed": options.seed + place, **row})
-        for place, (where, row) in enumerate(rows)
-    ]
-
-
-def _rows(options: GenerateOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each line of the file stands ("FILE, line 3"), and its settings."""
-    path = options.prompts
-    assert path is not None
-    if path.suffix not in (".jsonl", ".json"):
-        lines = (line.strip() for line in read_lines(path))
-        yield from ((f"{path}", {"prompt": line}) for line in lines if line)
-        return
-    names = [field.name for field in fields(Prompt)]
-    for where, row in read_json_lines(path):
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise ConfigError(f'{where}: give a JSON object with a "prompt" of text')
-        if unknown := sorted(row.keys() - set(names)):
-            verb = "is" if len(unknown) == 1 else "are"
-            words = ", ".join(map(repr, unknown))
-            raise ConfigError(f"{where}: {words} {verb} not known: give some of {', '.join(names)}")
-        row = {name: value for name, value in row.items() if value is not None}
-        if not isinstance(row.get("negative_prompt", ""), str):
-            raise ConfigError(f"{where}: negative_prompt must be text")
-        images = row.get("image", "")
-        images = images if isinstance(images, list) else [images]
-        if not all(isinstance(image, str) for image in images):
-            raise ConfigError(f"{where}: image must be the path of a picture, or a list of paths")
-        if any(images):
-            row["image"] = [str(path.parent / image) for image in images]
+    folder = Path() if options.prompts is None else options.prompts.parent
+    prompts = list[Prompt]()
+    for place, (where, row) in enumerate(rows):
         try:
-            loras = Prompt(prompt="", lora=row.get("lora", ())).lora
+            settings: dict[str, Any] = common | {"seed": options.seed + place}
+            settings |= _checked(row, folder) if options.prompts else row
+            prompts.append(prompt := Prompt(**settings))
+            check_options(prompt)
+            for image in prompt.images:
+                read_picture(image)
+            for lora in prompt.lora:
+                adapter_file(Path(lora.name))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        if loras:
-            row["lora"] = tuple(replace(one, name=str(path.parent / one.name)) for one in loras)
-        yield where, row
+    return prompts
 
 
-def _prompt(where: str, settings: dict[str, Any]) -> Prompt:
-    try:
-        prompt = Prompt(**settings)
-        check_options(prompt)
-        for image in prompt.images:
-            read_picture(image)
-        for lora in prompt.lora:
-            adapter_file(Path(lora.name))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return prompt
+def _rows(options: GenerateOptions) -> Iterator[tuple[str, Any]]:
+    """Yield where each line of the file stands ("FILE, line 3"), and what it holds."""
+    path = options.prompts
+    assert path is not None
+    if path.suffix in (".jsonl", ".json"):
+        yield from read_json_lines(path)
+        return
+    lines = (line.strip() for line in read_lines(path))
+    yield from ((f"{path}", {"prompt": line}) for line in lines if line)
+
+
+def _checked(row: Any, folder: Path) -> dict[str, Any]:
+    """Return the settings of a line, with paths from the folder of the file."""
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise ConfigError('give a JSON object with a "prompt" of text')
+    names = [field.name for field in fields(Prompt)]
+    if unknown := sorted(row.keys() - set(names)):
+        words, verb = ", ".join(map(repr, unknown)), "is" if len(unknown) == 1 else "are"
+        raise ConfigError(f"{words} {verb} not known: give some of {', '.join(names)}")
+    row = {name: value for name, value in row.items() if value is not None}
+    if not isinstance(row.get("negative_prompt", ""), str):
+        raise ConfigError("negative_prompt must be text")
+    images = row.get("image", "")
+    images = images if isinstance(images, list) else [images]
+    if not all(isinstance(image, str) for image in images):
+        raise ConfigError("image must be the path of a picture, or a list of paths")
+    if any(images):
+        row["image"] = [str(folder / image) for image in images]
+    if loras := Prompt(prompt="", lora=row.get("lora", ())).lora:
+        row["lora"] = tuple(replace(lora, name=str(folder / lora.name)) for lora in loras)
+    return row

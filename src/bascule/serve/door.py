@@ -26,6 +26,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
+from starlette.types import Send
 
 from bascule.generate.options import VIDEO, Prompt
 from bascule.serve import schema
@@ -58,12 +59,24 @@ _GRACE_S = 3  # for open answers at the end
 _VIDEO_STATUS = {"waiting": "queued", "running": "in_progress", "paused": "in_progress"}
 _VIDEO_STATUS |= {"done": "completed", "failed": "failed", "cancelled": "failed"}
 _EVENTS = "text/event-stream"
-_EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second for nginx
 _CONTENT = {media: {} for media in ("image/png", "image/jpeg", "image/webp", "video/mp4")}
 _MEDIA = {".png": "image/png", ".mp4": "video/mp4"}
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+
+
+class _Events(StreamingResponse):
+    """Server-sent events, whose generator ends with the answer, also if the client leaves."""
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second for nginx
+        super().__init__(lines, headers=headers, media_type=_EVENTS)
+
+    async def stream_response(self, send: Send) -> None:
+        lines: Any = self.body_iterator
+        async with aclosing(lines):  # else it ends whenever Python collects it
+            await super().stream_response(send)
 
 
 class Door:
@@ -256,8 +269,7 @@ class Door:
         form, statuses = await self._submit(request, ImageForm, with_image=is_edit)
         ids, data = [status.id for status in statuses], list[dict[str, Any]]()
         if form.stream:
-            events = self._image_events(request, ids, form)
-            return StreamingResponse(events, headers=_EVENT_HEADERS, media_type=_EVENTS)
+            return _Events(self._image_events(request, ids, form))
         for status in await self._until_done(request, ids):
             row, path = {"id": status.id, "seed": status.prompt.seed}, await self._result(status)
             if form.response_format == "url":
@@ -392,7 +404,7 @@ class Door:
                     async for status in changes:
                         yield f"data: {json.dumps(_row(status))}\n\n"
 
-        return StreamingResponse(lines(), headers=_EVENT_HEADERS, media_type=_EVENTS)
+        return _Events(lines())
 
     async def _make_video(self, request: Request) -> Any:
         """Make a video, and answer at once with its id."""
