@@ -18,22 +18,34 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from bascule.diffusers.degrees import Shape
 from bascule.errors import ConfigError
 from bascule.generate.options import GenerateOptions, Lora, Prompt, names_of, read_prompts
 from bascule.generate.tiny import TINY
+from bascule.plan.requests import Block
 from bascule.serve import adapters
 from bascule.serve.service import Service
 from bascule.serve.spool import Entry, Spool
 from bascule.serve.status import Refusal, Status
 from tests.helpers.loras import choose, reference, save_lora
 from tests.helpers.ranks import run_ranks
-from tests.helpers.serving import Even, Restless, apart, pipeline_of, with_service
+from tests.helpers.serving import (
+    Even,
+    Restless,
+    Ride,
+    Served,
+    apart,
+    pipeline_of,
+    serve,
+    with_service,
+)
 
 for _needed in ("diffusers", "transformers", "peft"):
     pytest.importorskip(_needed)
 pytestmark = pytest.mark.slow
 
 PIXEL = 1.001 / 255
+NAME = "pytorch_lora_weights.safetensors"
 TARGETS = "to_k", "proj_out", "ff.net.2"
 SIZES: dict[str, Any] = {"width": 64, "height": 48, "steps": 4}
 CHOICES: list[Sequence[Lora]] = [
@@ -151,6 +163,44 @@ def test_requests_choose_adapters_while_they_come_and_go(folder: Path, tmp_path:
     serve = partial(with_service, kind=Even, policy=Restless(3), **loras)
     found = run_ranks(serve, 2, pipeline_with_an_odd_file, tmp_path / "spool", client, folder)[0]
     assert len(found) == 16 and max(found) <= PIXEL
+
+
+LATENT: dict[str, Any] = {"prompt": "a boat", "height": 64, "width": 48, "output_type": "latent"}
+LATENT["num_inference_steps"] = 6
+
+
+def with_all(folder: Path, pipeline: Any, choice: Sequence[Lora]) -> Any:
+    """The pipeline of one process with a choice of adapters."""
+    del pipeline
+    return choose(reference({name: folder / name for name in "ab"}), choice)
+
+
+def in_batches(scenes: list[Ride], folder: Path, **ways: Any) -> dict[str, Served]:
+    make, paths = partial(pipeline_of, TINY), {"a": folder / "a"}
+    return serve(make, scenes, paths, partial(with_all, folder), save_every=2, **ways)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("shape", [None, Shape(1, 1, 1, 2)], ids=["blocks", "replica"])
+def test_members_of_a_batch_choose_adapters(shape: Shape | None, folder: Path) -> None:
+    """Adapters come and go in between; a member goes on from its saved state, with others."""
+    block, path = Block(0, 2 if shape is None else 1), folder / "b" / NAME
+    choices = {"again": CHOICES[3], "x": CHOICES[1], "y": (), "late": CHOICES[4]}
+    choices |= {"wrong": CHOICES[2], "new": CHOICES[3]}
+    script = [["x", "y"], ("go on",), ("board", "wrong"), ("adapt", "b", path), ("go on",)]
+    script += [("board", "late"), ("board", "again"), *[("go on",)] * 3, ("cancel", "again")]
+    names = [name for name in choices if name != "new"]
+    first = Ride({name: LATENT for name in names}, block, script, choices)
+    two = {"again": LATENT, "new": LATENT}
+    then = Ride(two, block, [["new", "again"], ("adapt", "a2", folder / "a" / NAME)], choices)
+    last = Ride({"y3": LATENT}, block, [["y3"], ("adapt", "a2", None)])
+    served = run_ranks(partial(in_batches, shape=shape), 2, [first, then, last], folder)[0]
+    assert served["wrong"].end.kind == "failed"
+    assert "lora: 'b' is not loaded; loaded: 'a'" in served["wrong"].end.reason
+    assert next(event.step for event in served["again"].events if event.kind == "step") == 3
+    for name in ("x", "y", "late", "again", "new", "y3"):
+        assert served[name].end.kind == "done", served[name].end
+        assert served[name].apart <= 1e-5, name
 
 
 def made(prompts: Path, out: Path, jobs: list[dict[str, Any]]) -> None:

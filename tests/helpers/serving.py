@@ -17,9 +17,9 @@ from torch import Tensor
 from bascule.comm.groups import member_of, resolve
 from bascule.generate import tiny
 from bascule.generate.generating import arguments_of
-from bascule.generate.options import Prompt
+from bascule.generate.options import Lora, Prompt
 from bascule.plan.requests import Balanced, Block, Policy, Request, Starts, State
-from bascule.serve.adapters import load_on_all
+from bascule.serve.adapters import digest_of, load_on_all
 from bascule.serve.engine import Engine
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
@@ -114,15 +114,21 @@ class Untaught(Times):
         """Forget it."""
 
 
-def task_of(name: str, number: int, arguments: dict[str, Any], saved: Tensor | None = None) -> Task:
+def task_of(
+    name: str,
+    number: int,
+    arguments: dict[str, Any],
+    saved: Tensor | None = None,
+    lora: Sequence[Lora] = (),
+) -> Task:
     """A task by its arguments or its saved state, whose number is its seed."""
     step_s = {1: 4.0, 2: 2.0, 4: 1.0}
     together = {degree: [s, 1.1 * s, 1.2 * s] for degree, s in step_s.items()}
     steps = arguments["num_inference_steps"]
-    request = Request(step_s=step_s, steps=steps, batch_key=1, batch_s=together)
+    request = Request(step_s=step_s, steps=steps, batch_key=tuple(lora), batch_s=together)
     facts: dict[str, Any] = {"id": name, "size": RequestSize(1, 1)}
     facts["arguments"] = lambda: arguments if saved is None else saved
-    prompt = Prompt(prompt="", seed=number)
+    prompt = Prompt(prompt="", seed=number, lora=tuple(lora))
     return Task(number, request, request.steps, prompt=prompt, **facts)
 
 
@@ -175,20 +181,23 @@ class Ride:
         asked: Arguments of each request.
         block: Where it starts.
         script: Who begins, then an order for each time that the batch waits for one, an action with
-            the name of a request or a block; or where it goes on after a pause.
+            the name of a request or a block; or where it goes on after a pause. "adapt" with a name
+            and a path, or None, lets the ranks load or remove an adapter.
+        loras: The adapters that requests choose.
     """
 
     asked: dict[str, dict[str, Any]]
     block: Block
     script: list[Any]
+    loras: dict[str, Sequence[Lora]] = field(default_factory=dict[str, Sequence[Lora]])
 
 
-def ride(orders: Orders, batch: Ride) -> dict[str, Served]:
-    """Let requests be a batch as its script says, and return what happened."""
-    asked, block = batch.asked, batch.block
+def ride(orders: Orders, batch: Ride, saved: dict[str, Tensor] | None = None) -> dict[str, Served]:
+    """Let requests be a batch as its script says, and return what happened, as `play`."""
+    asked, block, saved = batch.asked, batch.block, {} if saved is None else saved
     served = {name: Served([]) for name in asked}
     tickets = {
-        name: orders.keep(name, arguments, seed)
+        name: orders.keep(name, saved.get(name, arguments), seed, batch.loras.get(name, ()))
         for seed, (name, arguments) in enumerate(asked.items())
     }
     (first, *rest), num_runs = batch.script, 0
@@ -204,6 +213,9 @@ def ride(orders: Orders, batch: Ride) -> dict[str, Served]:
         event = orders.events.get(timeout=100)
         assert event.kind != "ended", event.reason
         if event.kind == "saved":
+            saved[event.request_id] = event.output
+        if event.kind in ("saved", "adapter"):
+            assert not event.reason
             continue
         for one in event.by_request():
             served[one.request_id].events.append(one)
@@ -217,6 +229,10 @@ def ride(orders: Orders, batch: Ride) -> dict[str, Served]:
             run(rest.pop(0), list(event.members))
         elif waits and members:
             action, *whom = rest.pop(0) if rest else ("go on",)
+            if action == "adapt":
+                name, path = whom
+                orders.adapt(name, name, path and str(path), path and digest_of(path))
+                action = "go on"
             what: dict[str, Any] = {"block": whom[0]} if action == "move" else {}
             if action in ("board", "cancel"):
                 what = {"id": whom[0]}
@@ -236,19 +252,27 @@ class Patient(Engine):
 
 
 def serve(
-    make: Callable[[], Any], scenes: Sequence[dict[str, Asked] | Ride], **ways: Any
+    make: Callable[[], Any],
+    scenes: Sequence[dict[str, Asked] | Ride],
+    paths: Mapping[str, Path] | None = None,
+    alone: Callable[[Any, Sequence[Lora]], Any] = lambda pipeline, _: pipeline,
+    **ways: Any,
 ) -> dict[str, Served]:
-    """Play scenes one after the other, on all ranks; rank 0 returns what happened."""
+    """Play scenes one after the other, on all ranks; rank 0 returns what happened.
+
+    `paths` has adapters to load first; `alone` lets a pipeline of one process use a choice of them.
+    """
     torch.set_num_threads(1)
     pipeline = make()
     engine = Patient(pipeline, **ways)
+    load_on_all(engine.adapters, paths or {}, member_of(resolve(None), "world"), "adapters")
     served, saved, errors = dict[str, Served](), dict[str, Tensor](), list[Exception]()
 
     def schedule(orders: Orders) -> None:
         try:
             for scene in scenes:
                 is_ride = isinstance(scene, Ride)
-                served.update(ride(orders, scene) if is_ride else play(orders, scene, saved))
+                served.update(ride(orders, scene, saved) if is_ride else play(orders, scene, saved))
             orders.stop()
         except Exception as error:
             errors.append(error)
@@ -260,15 +284,16 @@ def serve(
     engine.run()
     if orders is not None:
         assert orders.events.get(timeout=60).kind == "ended" and not engine._post._items
-        last = dict[str, tuple[dict[str, Any], int]]()
+        last = dict[str, tuple[dict[str, Any], int, Sequence[Lora]]]()
         for scene in scenes:
             for seed, (name, one) in enumerate(
                 scene.asked.items() if isinstance(scene, Ride) else scene.items()
             ):
-                last[name] = one.arguments if isinstance(one, Asked) else one, seed
-        for name, (arguments, seed) in last.items():
+                lora = scene.loras.get(name, ()) if isinstance(scene, Ride) else ()
+                last[name] = one.arguments if isinstance(one, Asked) else one, seed, lora
+        for name, (arguments, seed, lora) in last.items():
             if served[name].end.kind == "done":  # each alone: pipelines may keep values
-                served[name] = compared(served[name], make(), arguments, seed)
+                served[name] = compared(served[name], alone(make(), lora), arguments, seed)
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("bascule request")]
     return served

@@ -1,5 +1,7 @@
 """What operators see of requests: spans, log lines and metrics."""
 
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +147,17 @@ def test_spans_of_a_request_that_moves_and_pauses(clock: list[float], recorder: 
     }
 
 
+def test_the_batch_of_a_span_is_the_largest(clock: list[float], recorder: Recorder) -> None:
+    made, members = followed(clock, MOVED[:2], 3, {}), {"r1": (1, 3), "r2": (0, 3)}
+    for step, num in ((1, 2), (2, 1)):
+        facts: Any = {"members": dict([*members.items()][:num])}
+        event = Event("step", "r1", clock[0], Block(0, 2), step=step, num_steps=3, **facts)
+        made.follow(SimpleNamespace(at=None, last=event), event)  # pyright: ignore
+    made.end(status_of("cancelled"))
+    assert "bascule.steps=2; bascule.batch=2" in str(recorder)
+    assert str(made).endswith("denoise 1.00 s on 2, batch of 2, ranks 0 1"), made
+
+
 @pytest.mark.parametrize(("num_steps", "begins"), [(None, "step"), (2, "boarded")])
 def test_pipelines_that_do_not_say_or_take_more_steps(
     clock: list[float], num_steps: int | None, begins: str
@@ -185,7 +198,7 @@ def text_of(metrics: Metrics, statuses: list[Status]) -> str:
     ranks: Any = {"step_ratios": np.array([1.0, 1.5]), "pace": pace}
     orders = SimpleNamespace(size=1)
     scheduler: Any = SimpleNamespace(**ranks, orders=orders, backlog_s=lambda: (7.5, 30))
-    return metrics.text(statuses, scheduler).decode()
+    return metrics.text(statuses, scheduler, ["a", "b"]).decode()
 
 
 def test_metrics_are_those_that_operators_know(clock: list[float]) -> None:
@@ -202,6 +215,7 @@ def test_metrics_are_those_that_operators_know(clock: list[float]) -> None:
     lines = [
         line for line in text.splitlines() if "_bucket{" not in line and "_created" not in line
     ]
+    lines = [re.sub(r"(lora_requests_info.*\}) .*", r"\1 now", line) for line in lines]
     assert lines == (GOLDENS / "metrics.txt").read_text().splitlines()
 
 
@@ -225,6 +239,13 @@ def test_a_router_by_llm_ds_protocol_finds_its_metrics() -> None:
         assert families[name].type == "gauge"
         ((labels, number),) = [(one.labels, one.value) for one in families[name].samples]
         assert (labels, number) == ({}, value), name
+    (info,) = families["vllm:lora_requests_info"].samples
+    assert info.labels == {
+        "max_lora": "2",
+        "running_lora_adapters": "a,b",
+        "waiting_lora_adapters": "",
+    }
+    assert 0 <= time.time() - info.value < 60
 
 
 def test_labels_are_bounded() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bascule.errors import ConfigError
+from bascule.generate.options import Lora
 from bascule.plan.requests import Balanced, Block, board, policy_of
 from bascule.serve import engine as engine_module
 from bascule.serve import scheduling
@@ -34,6 +35,7 @@ class Obedient(Orders):
         self._inbox, self._resting = dict[str, list[tuple[str, dict[str, Any]]]](), set[str]()
         self.held = set[str]()  # requests whose states are kept
         self.has_stopped, self.boarded = False, list[str]()
+        self.loras = dict[str, Any]()
 
     def stop(self) -> None:
         assert not self.at
@@ -49,7 +51,7 @@ class Obedient(Orders):
 
     def keep(self, request_id: str, arguments: Any, seed: int, lora: Any = ()) -> Ticket:
         del arguments, seed
-        assert request_id not in self.held
+        assert request_id not in self.held and self.loras.setdefault(request_id, lora) == lora
         self.held.add(request_id)
         return Ticket(0, request_id, 0)
 
@@ -100,7 +102,7 @@ class Obedient(Orders):
                     self._take(batch, what["block"], self._members.pop(batch))
                     self._report("moved", batch)
                 elif action == "pause" and not is_stuck:
-                    tickets = {name: self.keep(name, {}, 0) for name in members}
+                    tickets = {name: self.keep(name, {}, 0, self.loras[name]) for name in members}
                     self._report("paused", batch, tickets=tickets)
                     del self._blocks[batch], self._members[batch]
                 elif action != "go on":
@@ -139,8 +141,10 @@ def take(scheduler: Scheduler, orders: Orders, num: int) -> None:
     scheduler.decide()
 
 
-def tasks_of(scheduler: Scheduler, num: int) -> list[Task]:
-    tasks = [task_of(f"r{k}", k, {"num_inference_steps": 4}) for k in range(num)]
+def tasks_of(scheduler: Scheduler, num: int, random: Random | None = None) -> list[Task]:
+    choices = [[(), [Lora("a")]][random is not None and random.random() < 0.5] for _ in range(num)]
+    four = {"num_inference_steps": 4}
+    tasks = [task_of(f"r{k}", k, four, lora=choices[k]) for k in range(num)]
     for task in tasks:
         scheduler.add(task)
     return tasks
@@ -177,13 +181,15 @@ def test_requests_end_wherever_a_policy_puts_them(
         scheduler = Scheduler(orders, Restless(seed), Untaught(), most_batch=most_batch)
         rule = boarding_at_random(seed) if seed % 2 else board
         monkeypatch.setattr(scheduling, "board", rule)
-        tasks_of(scheduler, 6)
+        tasks_of(scheduler, 6, random)
         for turn in range(200):
             orders.step()
             if turn % 2 and turn < 12:
                 scheduler.add(task_of(f"s{turn}", 10 + turn, {"num_inference_steps": 4}))
             if scheduler.tasks and random.random() < 0.02:
                 scheduler.cancel(random.choice(list(scheduler.tasks.values())))
+            for members in orders._members.values() if rule is board else ():
+                assert len({tuple(orders.loras[name]) for name in members}) == 1
             if turn == 12 and seed % 8 == 0:
                 scheduler.close()
             take(scheduler, orders, random.randint(0, 8))
@@ -248,6 +254,33 @@ def test_the_backlog_of_ranks_that_are_free_and_busy(monkeypatch: pytest.MonkeyP
     )
 
 
+def test_a_batch_is_on_its_ranks_once_and_each_of_its_requests_has_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps take 4 s alone and 4.4 s for two; the lead has four steps and its rider eight."""
+    policy = Scripted()
+    scheduler = Scheduler(Obedient(1), policy, Untaught(), most_batch=2)
+    lead, rider = (task_of(name, k, {"num_inference_steps": n}) for k, name, n in RIDING)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(scheduling, "board", lambda _, act, *__: act.board(rider, lead))
+    policy.wanted = {"lead": Block(0, 1), "rider": "rest"}
+    for task in (lead, rider):
+        scheduler.add(task)
+    scheduler.decide()
+    assert rider.lead is lead
+    for now_s in (0.0, 5.0):
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: 100.0 + now_s)
+        wanted = {lead: 4 * 4.4 - now_s, rider: 4 * 4.4 + 4 * 4 - now_s}
+        assert scheduler.ends_s([lead, rider]) == pytest.approx(wanted)
+        assert scheduler.backlog_s() == pytest.approx((wanted[rider],) * 2)
+        new = task_of("new", 9, {"num_inference_steps": 4})
+        ends_s = scheduler.ends_s([lead, rider, new])
+        assert ends_s == pytest.approx({**wanted, new: wanted[rider] + 4 * 4})
+
+
+RIDING = (0, "lead", 4), (1, "rider", 8)
+
+
 def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its report and the agreement before it count; a halt for orders does not."""
     clock, reports = [0.0], list[tuple[str, float]]()
@@ -280,6 +313,19 @@ def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatc
         passing(4.0)
         engine._boundary(batch)
     assert reports == [("step", 4.0), ("step", 5.25), ("halted", 0.25), ("step", 5.0)]
+
+
+def test_the_decoding_of_a_request_is_no_step_of_the_others() -> None:
+    over: Any = SimpleNamespace(id="a", error=None, seconds=3.0)
+    over.fiber = SimpleNamespace(is_over=True, result=None)
+    other: Any = SimpleNamespace(id="b", fiber=SimpleNamespace(is_over=False))
+    batch: Any = engine_module._Batch("a", Block(0, 1), {"a": over, "b": other}, since=10.0)
+    engine: Any = object.__new__(Engine)
+    engine._post = SimpleNamespace(keep=lambda _: Ticket(0, "", 0))
+    engine._leads, engine._meet = lambda _: True, lambda _: None
+    engine._report = lambda *_, **__: None
+    engine._end_members(batch)
+    assert (batch.since, *batch.members) == (13.0, "b")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.options import Prompt
+from bascule.generate.options import Lora, Prompt
 from bascule.plan.requests import Balanced, Block
 from bascule.serve import service as service_module
 from bascule.serve.orders import Event, Orders
@@ -177,6 +177,24 @@ def test_a_request_goes_on_from_its_saved_state(tmp_path: Path) -> None:
                 assert isinstance(begun, torch.Tensor) and torch.equal(begun, bits)
             else:
                 assert isinstance(begun, dict) and begun["prompt"] == "long"
+
+
+def test_a_saved_state_of_another_adapter_or_rate_is_not_used(tmp_path: Path) -> None:
+    """A file of the same name may be another one at the next start."""
+    state, (one,) = torch.arange(16, dtype=torch.uint8), (Lora("style"),)
+    first: dict[str, Any] = {"loras": {"style": "digest 1"}, "fps": 16}
+    changes: list[dict[str, Any]] = [{}, {"loras": {"style": "digest 2"}}, {"fps": 24}]
+    for place, change in enumerate(changes):
+        with serving(tmp_path / str(place), reason="rank 1 is gone", **first) as (service, ranks):
+            (asked,) = service.submit([Prompt(prompt="a", lora=(one,))])
+            until(lambda ranks=ranks: ranks.running)
+            block = ranks.running[asked.id]
+            ranks.events.put(Event("saved", asked.id, 0.0, block, output=state))
+            states = tmp_path / str(place) / "states"
+            until(lambda states=states: [*states.glob("*.state")])
+        with serving(tmp_path / str(place), **{**first, **change}) as (service, ranks):
+            until(lambda ranks=ranks: ranks.running)
+            assert isinstance(ranks.begun[asked.id], torch.Tensor) == (place == 0), change
 
 
 def test_a_stop_and_a_loss_of_power_count_against_nobody(tmp_path: Path) -> None:

@@ -116,14 +116,13 @@ class Adapters:
 
 def load_on_all(
     adapters: Adapters, paths: Mapping[str, Path], group: RankGroup, what: str
-) -> dict[str, Path]:
-    """Load adapters on all ranks of a group, which compare their files; return the paths."""
+) -> dict[str, str]:
+    """Load adapters on all ranks of a group, which compare their files; return digests of these."""
 
-    def load() -> list[str]:
-        return [adapters.load(name, path) for name, path in paths.items()]
+    def load() -> dict[str, str]:
+        return {name: adapters.load(name, path) for name, path in paths.items()}
 
-    agree_on(group, load, lambda digests: {"files of LoRA adapters": str(digests)}, what=what)
-    return dict(paths)
+    return agree_on(group, load, lambda found: {"files of LoRA adapters": str(found)}, what=what)
 
 
 def check_names(choice: Iterable[Lora], names: Iterable[str]) -> None:
@@ -213,10 +212,10 @@ def _check_tensor(
 
 @dataclass(slots=True)
 class _Change:
-    """An order to all ranks to load an adapter, or to remove it (no path)."""
+    """An order to all ranks to load an adapter, or to remove it (no digest)."""
 
     name: str
-    path: Path | None
+    digest: str | None
     answer: Future[None] = field(default_factory=Future[None])
     reasons: dict[int, str] = field(default_factory=dict[int, str])  # by rank; "": it is done
 
@@ -228,12 +227,12 @@ class Shelf:
     call of a transformer, or at once if they have no request.
 
     Args:
-        paths: Adapters that all ranks have loaded, by name.
+        digests: Of the files of adapters that all ranks have loaded, by name.
         folder: Where `find` looks for others; None: nowhere.
     """
 
-    def __init__(self, orders: Orders, paths: Mapping[str, Path], folder: Path | None) -> None:
-        self._orders, self.paths, self._folder = orders, dict(paths), folder
+    def __init__(self, orders: Orders, digests: Mapping[str, str], folder: Path | None) -> None:
+        self._orders, self.digests, self._folder = orders, dict(digests), folder
         self._changes: dict[str, _Change] = {}  # by number, until all ranks have answered
         self._numbers = count()
         self._end: Refusal | None = None  # why ranks follow no more orders
@@ -252,15 +251,16 @@ class Shelf:
 
     def load(self, name: str, path: Path, digest: str) -> Future[None]:
         """Let all ranks load an adapter; the result arrives when all have it, or one failed."""
-        loading = [change.name for change in self._changes.values() if change.path is not None]
-        if name in self.paths or name in loading:
+        loading = [change.name for change in self._changes.values() if change.digest is not None]
+        if name in self.digests or name in loading:
             raise Refusal(409, f"LoRA {name!r} is loaded already: DELETE /v1/loras/{name} first")
         return self._order(name, path, digest)
 
     def remove(self, name: str) -> Future[None]:
         """Let all ranks remove an adapter; Unknown if there is none."""
-        if self.paths.pop(name, None) is None:
-            raise Unknown(f"there is no LoRA {name!r}; loaded: {', '.join(self.paths) or 'none'}")
+        if self.digests.pop(name, None) is None:
+            loaded = ", ".join(self.digests) or "none"
+            raise Unknown(f"there is no LoRA {name!r}; loaded: {loaded}")
         return self._order(name)
 
     def reload(self, choice: Iterable[Lora]) -> str:
@@ -268,12 +268,13 @@ class Shelf:
 
         The ranks follow the order before any later one, so the request need not wait for it.
         """
-        for name in [lora.name for lora in choice if lora.name not in self.paths]:
+        for name in [lora.name for lora in choice if lora.name not in self.digests]:
             try:
-                self._order(name, path := self.find(name), digest_of(path))
+                path = self.find(name)
+                self._order(name, path, digest := digest_of(path))
             except (ConfigError, Refusal, OSError) as error:
                 return f"LoRA {name!r} is gone: {error}"
-            self.paths[name] = path
+            self.digests[name] = digest
         return ""
 
     def _order(
@@ -281,7 +282,8 @@ class Shelf:
     ) -> Future[None]:
         if self._end is not None:
             raise self._end
-        change = self._changes.setdefault(number := str(next(self._numbers)), _Change(name, path))
+        number, change = str(next(self._numbers)), _Change(name, digest)
+        self._changes[number] = change
         change.answer.set_running_or_notify_cancel()  # a client that leaves cannot cancel it
         self._orders.adapt(number, name, None if path is None else str(path), digest)
         return change.answer
@@ -299,10 +301,10 @@ class Shelf:
             if len(set(change.reasons.values())) > 1:  # no rank may have what another one lacks
                 reason = f"rank {rank}: {reason}"
                 self._order(change.name)
-            self.paths.pop(change.name, None)
+            self.digests.pop(change.name, None)
             return change.answer.set_exception(ConfigError(reason))
-        if change.path is not None:
-            self.paths[change.name] = change.path
+        if change.digest is not None:
+            self.digests[change.name] = change.digest
         return change.answer.set_result(None)
 
     def end(self, error: Refusal) -> None:

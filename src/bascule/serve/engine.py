@@ -411,7 +411,12 @@ class Engine:
         except Exception as failure:
             error = failure
         if len(runs) > 1 and not isinstance(error, CommError):  # maybe too little memory
-            self._meet(batch, what=", apart")  # on all ranks
+            if self._places[batch.block].whole is not None:
+                leave(error, f"batch {batch.name!r}")  # others may compute meanwhile
+            try:
+                self._meet(batch, what=", apart")  # on all ranks
+            except CommError as lost:
+                raise error from lost
             watch_of_world().forget()
             return [answer for run in runs for answer in self._compute(batch, [run])]
         return [(run, None, error) for run in runs]
@@ -434,6 +439,7 @@ class Engine:
                     self._post.drop(self._mail, tickets[run.id])
             elif self._leads(batch):
                 self._report(batch, "done", run, seconds=run.seconds, ticket=tickets[run.id])
+                batch.since += run.seconds  # the others' step is without its decoding
 
     # --- in the fiber of a request ----------------------------------------------------------------
 

@@ -60,6 +60,9 @@ class Metrics:
         # Names that llm-d's endpoint picker reads by default.
         self._queued = gauge("vllm:num_requests_waiting", "Requests without ranks")
         self._running = gauge("vllm:num_requests_running", "Requests on ranks")
+        about = "Unix seconds, by the adapters that requests may choose"
+        labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+        self._loras = gauge("vllm:lora_requests_info", about, labels)
         gauge("vllm:kv_cache_usage_perc", "0: requests keep no keys between steps").set(0)
 
     def accept(self, statuses: Sequence[Status]) -> None:
@@ -88,7 +91,7 @@ class Metrics:
             for span, spent_s in trace.spent().items() if trace else ():
                 self._spans.labels(*span).observe(spent_s)
 
-    def text(self, statuses: Sequence[Status], scheduler: Scheduler) -> bytes:
+    def text(self, statuses: Sequence[Status], scheduler: Scheduler, loras: Sequence[str]) -> bytes:
         """Return all metrics in Prometheus's format."""
         slow, (backlog_s, drain_s) = scheduler.pace.culprit, scheduler.backlog_s()
         size = scheduler.orders.size  # ranks of a replica
@@ -104,6 +107,9 @@ class Metrics:
         self._running.set(nums["running"])
         self._backlog.set(backlog_s)
         self._drain.set(drain_s)
+        self._loras.clear()
+        if loras:
+            self._loras.labels(len(loras), ",".join(loras), "").set_to_current_time()
         self._busy.set(len({rank for status in statuses for rank in status.ranks}))
         return prometheus.generate_latest(self._registry)
 

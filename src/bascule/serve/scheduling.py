@@ -96,7 +96,7 @@ class Task(Job):
         `picture` says whether it has an input image.
         """
         size = times.request_size(prompt, takes)
-        shape = size, prompt.width, prompt.height, prompt.frames, prompt.lora
+        shape = size, prompt.width, prompt.height, prompt.frames, prompt.fps, prompt.lora
         request = Request(
             step_s=times.step_s(size),
             batch_key=None if size.num_tokens > _MOST_TOKENS else (*shape, picture),
@@ -216,14 +216,16 @@ class Scheduler:
         Running tasks stay on their ranks; waiting ones follow, by deadline, then by arrival, each
         on ranks of its own if there are enough for all.
         """
-        if all(task.block is not None for task in tasks):
-            now = time.monotonic()
-            return {task: max(0.0, task.free_s - now) for task in tasks}
-        ends = self._foresee(tasks)[1]
-        return {task: ends[task.lead or task] for task in tasks}
+        ends, now = dict[Job, float](), time.monotonic()
+        if any(task.block is None for task in tasks):
+            ends = self._foresee(tasks)[1]
+        for task in tasks:
+            lead = task.lead or task
+            ends[task] = ends[lead] if task.block is None else lead.ends_s(now)[task]
+        return {task: ends[task] for task in tasks}
 
     def _foresee(self, tasks: Sequence[Task]) -> tuple[list[float], dict[Job, float]]:
-        """Return sorted seconds until each rank is free, and until each task is done."""
+        """Return sorted seconds until each rank is free, and until tasks and batches are done."""
         now, running = time.monotonic(), self.state.running.values()
         free, ends = [0.0] * self.state.num_ranks, dict[Job, float]()
         for job in running:

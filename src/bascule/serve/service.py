@@ -61,7 +61,7 @@ class Service(Sink):
         keep_days: Days after which an ended request is removed, with its output.
         keep_bytes: Bytes of outputs beyond which the oldest are removed.
         saved_by: What made the saved states that may be used: versions and weights.
-        loras: Adapters that all ranks have loaded, by name.
+        loras: Digests of the adapters that all ranks have loaded, by name.
         lora_folder: Where `load_lora` finds more.
     """
 
@@ -80,7 +80,7 @@ class Service(Sink):
         keep_days: float = NEVER,
         keep_bytes: float = NEVER,
         saved_by: str = "",
-        loras: Mapping[str, Path] | None = None,
+        loras: Mapping[str, str] | None = None,
         lora_folder: Path | None = None,
     ) -> None:
         self._pipeline, self._orders, self._spool, self._times = pipeline, orders, spool, times
@@ -193,7 +193,7 @@ class Service(Sink):
             if reason := self._health():
                 raise Closing(reason)
             for prompt in prompts:
-                check_names(prompt.lora, self._shelf.paths)
+                check_names(prompt.lora, self._shelf.digests)
             tasks = list(map(self._task, entries))
             self._check_room(len(tasks))
             if must_meet_deadline and deadline_s is not None:
@@ -234,9 +234,9 @@ class Service(Sink):
 
     def metrics(self) -> bytes:
         """Return `Metrics.text`."""
-        statuses = self.statuses()
+        statuses, loras = self.statuses(), self.loras()
         with self.lock:
-            return self._metrics.text(statuses, self._scheduler)
+            return self._metrics.text(statuses, self._scheduler, loras)
 
     def cancel(self, request_id: str) -> Status:
         """Cancel a request, unless it has ended or its output is made; Unknown if there is none."""
@@ -264,7 +264,7 @@ class Service(Sink):
     def loras(self) -> list[str]:
         """Return the names of the adapters that requests may choose."""
         with self.lock:
-            return sorted(self._shelf.paths)
+            return sorted(self._shelf.digests)
 
     def load_lora(self, name: str) -> Future[None]:
         """Let all ranks load an adapter of the folder, as `Shelf.load`."""
@@ -363,9 +363,9 @@ class Service(Sink):
     def _save(self, task: Task) -> None:
         """Store the newest state of a request, unless it has ended."""
         with self.lock:
-            packed = self._states.pop(task.id)
+            packed, made_by = self._states.pop(task.id), self._made_by(task.prompt)
         try:
-            self._spool.save(task.id, packed, self._saved_by)
+            self._spool.save(task.id, packed, made_by)
         except OSError as error:
             logger.warning("request %s: its state is not saved: %s", task.id, error.strerror)
         with self.lock:
@@ -456,7 +456,8 @@ class Service(Sink):
         """Return the saved state or the arguments; count a start on disk, as the ranks may die."""
         with suppress(sqlite3.Error):
             self._spool.begin(status.id)
-        if (packed := self._spool.saved(status.id, self._saved_by)) is not None:
+        packed = self._spool.saved(status.id, self._made_by(status.prompt))
+        if packed is not None:
             logger.info("request %s goes on from its saved state", status.id)
             return packed
         prompt = replace(status.prompt, fps=status.prompt.fps or self._fps)
@@ -464,6 +465,12 @@ class Service(Sink):
         if self.takes_image and (image := self._spool.image(status.id)) is not None:
             arguments["image"] = Image.open(io.BytesIO(image)).convert("RGB")
         return arguments
+
+    def _made_by(self, prompt: Prompt) -> str:
+        """Return what a saved state of a request depends on."""
+        digests = [self._shelf.digests.get(lora.name, "no file") for lora in prompt.lora]
+        rate = f"{prompt.fps or self._fps} fps"  # which some models of videos take
+        return ", ".join([self._saved_by, rate, *digests])
 
     def _check_room(self, num: int) -> None:
         if num > self._most_waiting:

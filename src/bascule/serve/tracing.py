@@ -28,6 +28,7 @@ class Span:
     begin_s: float  # monotonic
     ranks: tuple[int, ...] = ()
     steps: int = 0  # done in it; each stay on a block of ranks is a span
+    batch: int = 1  # most requests that took a step together
     end_s: float = 0.0
 
 
@@ -53,6 +54,7 @@ class Trace:
                 self._begin("denoise", now_s, ranks)
             case "step":
                 last.name, last.steps = "denoise", last.steps + 1  # of another loop, if "decode"
+                last.batch = max(last.batch, len(event.members))
                 if event.step == event.num_steps:
                     self._begin("decode", now_s, ranks)
             case "moved" if last.name == "decode":
@@ -85,7 +87,7 @@ class Trace:
         within = trace.set_span_in_context(root, self._parent)
         for span in self.spans if root.is_recording() else ():
             facts = {"ranks": span.ranks, "degree": len(span.ranks)} if span.ranks else {}
-            facts |= {"steps": span.steps} if span.name == "denoise" else {}
+            facts |= {"steps": span.steps, "batch": span.batch} if span.name == "denoise" else {}
             made = start(span.name, span.begin_s, within, **facts)
             made.end(int((span.end_s + unix_s) * 1e9))
         root.end(int((self.spans[-1].end_s + unix_s) * 1e9))
@@ -102,6 +104,8 @@ class Trace:
             f"{name} {seconds(spent_s)}" + (f" on {degree}" if degree else "")
             for (name, degree), spent_s in self.spent().items()
         ]
+        if (most := max(span.batch for span in self.spans)) > 1:
+            parts.append(f"batch of {most}")
         if ranks := sorted({rank for span in self.spans for rank in span.ranks}):
             parts.append(f"ranks {' '.join(map(str, ranks))}")
         return ", ".join(parts)

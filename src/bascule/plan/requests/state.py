@@ -149,6 +149,13 @@ class Job:
             return self.request.seconds(degree, self.rest(now_s))
         return max(self.spans(degree, now_s).values())
 
+    def ends_s(self, now_s: float) -> dict["Job", float]:
+        """Return the seconds from now to the end of it and of its riders, which run."""
+        assert self.block is not None
+        to_boundary = self.boundary_s(now_s) - now_s
+        spans = self.spans(self.block.degree, now_s)
+        return {job: max(0.0, to_boundary + span) for job, span in spans.items()}
+
     def plan(self, begin_s: float) -> None:
         """Predict the ends of a running job and its riders, whose `left` steps begin then."""
         assert self.block is not None
