@@ -30,7 +30,7 @@ MODULES = {
     "encoders": ("encoders", "tiles"),
     "vlm": ("vlm",),
     "serving": ("requests", "policies"),
-    "server": ("server", "recovery"),
+    "server": ("server", "recovery", "memory"),
     "batching": ("batching",),
     "wire": ("ring", "quantize"),
     "plugins": ("plugins",),

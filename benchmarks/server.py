@@ -1,4 +1,4 @@
-"""Serve requests on 2 and 4 ranks by two policies, beside the simulator; kill ranks."""
+"""Servers: latencies by two policies beside the simulator; ranks that are killed; memory."""
 
 import json
 import os
@@ -10,7 +10,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,38 +142,18 @@ def recovery(*, num_kills: int = 6, quick: bool = False) -> dict[str, Any]:
     answers with 200; the next one comes when all requests have ended.
     """
     kills, ids = list[dict[str, float]](), list[str]()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--model", TINY, "--ranks", "4", "--port", port, "--spool", folder]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bascule", "serve", *options, "--max-restarts", "99"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        lines = list[tuple[float, str]]()
-        threading.Thread(target=_note, args=(process, lines), daemon=True).start()
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _until(lambda: _answers(url))
+        options = ["--ranks", "4", "--spool", folder, "--max-restarts", "99"]
+        with _command(options) as (process, url, lines):
             for turn in range(2 if quick else num_kills):
                 for seed in range(8):
                     settings = {"size": "64x64", "steps": 60, "seed": seed, "prompt": "a boat"}
-                    body = json.dumps(settings).encode()
-                    call = Call(f"{url}/v1/requests", body, {"Content-Type": "application/json"})
-                    with urlopen(call) as answer:
-                        ids.append(json.load(answer)["data"][0]["id"])
+                    ids.append(_post(f"{url}/v1/requests", settings)["data"][0]["id"])
                 time.sleep(1.0)
                 rank = turn % 2 * (1 + turn % 3)
                 kills.append({"rank": rank, **_killed(process, rank, url, lines)})
                 _until(lambda: all(_state(url, name) in ("done", "failed") for name in ids))
             states = [_state(url, name) for name in ids]
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        finally:
-            process.kill()
     seconds = [kill["seconds"] for kill in kills]
     for stage in STAGES:
         say(f"{stage}: {np.median([kill[stage] for kill in kills]):.1f} s")
@@ -179,6 +161,107 @@ def recovery(*, num_kills: int = 6, quick: bool = False) -> dict[str, Any]:
     say(f"serving again after a kill on 4 ranks: {text}", max(seconds) <= MOST_RECOVERY_S)
     say(f"of {len(ids)} requests are done: {states.count('done')}")
     return {"kills": kills, "states": states}
+
+
+NUM_ADAPTERS = 20
+CHECKPOINTS = 500, 1000, 2000  # ended requests
+MOST_GROWTH = 1.03  # of the resident memory, from the first checkpoint to the last
+
+
+def memory(*, group: int = 5, quick: bool = False) -> dict[str, Any]:
+    """Serve 2,000 tiny requests with 20 LoRA adapters in turn, and watch a rank's memory.
+
+    A few minutes. `bascule serve --model tiny --ranks 1` loads all adapters from `--lora-folder`.
+    Four clients send `group` images a call, each client with the next adapter; the images of a call
+    may share a batch. At every fourth call a client removes its adapter and loads it again.
+    """
+    checkpoints, resources = (40, 80, 160) if quick else CHECKPOINTS, list[dict[str, float]]()
+    names = [f"style{number}" for number in range(NUM_ADAPTERS)]
+    with tempfile.TemporaryDirectory() as folder:
+        (loras := Path(folder, "loras")).mkdir()
+        for seed, name in enumerate(names):
+            _save_lora(loras, name, seed)
+        options = ["--ranks", "1", "--spool", str(Path(folder, "spool"))]
+        with _command([*options, "--lora-folder", str(loras)]) as (process, url, _):
+            for name in names:
+                _post(f"{url}/v1/loras", {"name": name})
+
+            def use(client: int, turn: int) -> None:
+                name = names[(4 * turn + client) % NUM_ADAPTERS]
+                if turn % 4 == client:
+                    with urlopen(Call(f"{url}/v1/loras/{name}", method="DELETE")):
+                        pass
+                    _post(f"{url}/v1/loras", {"name": name})
+                body = {"prompt": "a boat", "size": "32x32", "steps": 1, "n": group, "seed": turn}
+                _post(f"{url}/v1/images/generations", body | {"lora": [{"name": name}]})
+
+            turn = 0
+            with ThreadPoolExecutor(4) as clients:
+                for checkpoint in checkpoints:
+                    while turn * 4 * group < checkpoint:
+                        list(clients.map(use, range(4), [turn] * 4))
+                        turn += 1
+                    resources.append({"requests": turn * 4 * group, **_used(_pids(process.pid)[0])})
+                    text = "{requests} requests: {MiB:.1f} MiB, {threads} threads, {files} files"
+                    say(text.format_map(resources[-1]))
+    first, last = resources[0], resources[-1]
+    growth = last["MiB"] / first["MiB"]
+    say(f"resident memory: {growth:.3f} of the first", growth <= MOST_GROWTH)
+    for name in "threads", "files":
+        say(f"{name}: {last[name] - first[name]:+d}", last[name] <= first[name])
+    return {"resources": resources}
+
+
+def _save_lora(folder: Path, name: str, seed: int) -> None:
+    """Save a LoRA of peft for the tiny Flux, with random weights."""
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    pipeline = load_pipeline(TINY, torch.float32, torch.device("cpu"))
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    pipeline.transformer.add_adapter(config)
+    layers = get_peft_model_state_dict(pipeline.transformer)
+    file = f"{name}.safetensors"
+    pipeline.save_lora_weights(folder, transformer_lora_layers=layers, weight_name=file)
+
+
+def _used(pid: int) -> dict[str, Any]:
+    """Return what a process holds: memory, threads and open files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    of = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return {"MiB": int(of["VmRSS"][0]) / 1024, "threads": int(of["Threads"][0]), "files": files}
+
+
+@contextmanager
+def _command(
+    options: Sequence[str],
+) -> Iterator[tuple["subprocess.Popen[str]", str, list[tuple[float, str]]]]:
+    """Run `bascule serve` of the tiny model; yield its process, URL, and lines with their times."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bascule", "serve", "--model", TINY, "--port", port, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines, url = list[tuple[float, str]](), f"http://127.0.0.1:{port}"
+    threading.Thread(target=_note, args=(process, lines), daemon=True).start()
+    try:
+        _until(lambda: _answers(url))
+        yield process, url, lines
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        process.kill()
+
+
+def _post(url: str, settings: Mapping[str, Any]) -> Any:
+    call = Call(url, json.dumps(settings).encode(), {"Content-Type": "application/json"})
+    with urlopen(call, timeout=300) as answer:
+        return json.load(answer)
 
 
 def _note(process: "subprocess.Popen[str]", lines: list[tuple[float, str]]) -> None:

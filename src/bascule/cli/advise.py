@@ -32,6 +32,8 @@ def advise(options: ServeOptions) -> None:
 
     if options.ranks is None:
         raise ConfigError("--advise: give the number of GPUs, for example --ranks 8")
+    if not options.arrivals and not options.mix:
+        raise ConfigError("give one of --arrivals and --mix, for example --mix 1024x1024@28")
     names = "arrivals", "mix", "model", "deadline", "passes", "ranks", "profile"
     others = options.__dataclass_fields__.keys() - {*names, "advise", "rate", "json", "report"}
     refuse(options, sorted(others), "--advise starts no server: leave it out")

@@ -311,7 +311,7 @@ def adapter_file(path: Path) -> Path:
                 names = ", ".join(file.name for file in files)
                 raise ConfigError(f"{path} has {names}: give the path of one of them")
             file = next(iter(files), path / "*.safetensors")
-    if file.suffix != ".safetensors":
+    if path.exists() and file.suffix != ".safetensors":
         raise ConfigError(f"{file}: only .safetensors is loaded, as other formats may run code")
     if not file.is_file():
         raise ConfigError(f"{file}: there is no such file: give the path of a LoRA's .safetensors")

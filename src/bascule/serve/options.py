@@ -43,20 +43,20 @@ class ServeOptions(Outputs, EngineOptions):
         max_images: Most images of a call.
         degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
         batch: Most requests of one size that ranks compute together, where that saves time; 1: off.
-        policy: Rule that decides which request runs next, on how many ranks: balanced, greedy,
-            fifo, sjf, srtf, or sjf:4 for four ranks per request. simulate-requests compares them.
+        policy: Rule that decides which request runs next, on how many ranks: balanced, quick,
+            greedy, fifo, sjf, srtf, or sjf:4 for four ranks per request. --advise compares them.
         lora: LoRA to load, as NAME=PATH of a .safetensors or its folder. Give the option once per
             LoRA; requests choose by name.
         lora_folder: Folder of LoRAs that clients may load, by POST /v1/loras.
         advise: Print the options that are predicted to serve --mix or --arrivals best on --ranks,
             and exit. --model is a name then: flux.1, wan2.1, ltx2, ..
-        mix: Sizes, steps and shares of requests, as of simulate-requests: 1024x1024@25=0.6.
-        arrivals: File of requests, as of simulate-requests.
+        mix: Sizes, steps and shares of requests, as simulate-requests reads them: 1024x1024@25=0.6.
+        arrivals: File of requests, as simulate-requests reads it.
         rate: Requests per second of --mix, by default 80 % of what all ranks can do; or the
             speed-up of --arrivals.
         passes: Forward passes of a step: 2 with guidance.
         deadline: Deadline of --mix, as a multiple of a request's time on one GPU. Default: none.
-        profile: Hardware profile, as of simulate-requests.
+        profile: Hardware profile: the name of one, or its file.
     """
 
     host: Annotated[str, Group("Address")] = "127.0.0.1"
@@ -137,7 +137,8 @@ class ServeOptions(Outputs, EngineOptions):
             listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
         except OSError as error:
             what = f"--host {self.host} --port {self.port}: cannot listen there: "
-            what += f"{error.strerror or error}; give another --port, or 0 for one that is free"
+            reason = str(error.strerror or error).partition(" (while")[0]  # not the address again
+            what += f"{reason}; give another --port, or 0 for one that is free"
             raise ConfigError(what) from None
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # clients without power
         return listener
