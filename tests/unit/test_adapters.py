@@ -119,6 +119,10 @@ def _renamed(tensors: Tensors, old: str, new: str) -> Tensors:
         ),
         (lambda x: x | {_FIRST.replace("lora_A", "norm"): x[_FIRST]}, "is no matrix of a LoRA"),
         (lambda x: x | {_FIRST.replace("lora_A.weight", "dora_scale"): x[_FIRST]}, "is a DoRA"),
+        (
+            lambda x: {f"base_model.model.{key}": x[key] for key in x},
+            "is of peft's save_pretrained",
+        ),
         (lambda x: {key: x[key] for key in x if key != _FIRST}, "lora_B.weight has no counterpart"),
         (lambda _: {}, "it has no tensor of transformer, text_encoder of a FluxPipeline: save it"),
     ],

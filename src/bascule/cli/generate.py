@@ -47,7 +47,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
 
 
 def _report(options: GenerateOptions, result: dict[str, Any]) -> "Report":
-    from bascule.quantities import Scale, seconds
+    from bascule.quantities import Scale, count, seconds
     from bascule.report.page import Fact, Report, Rows
 
     outputs, means, prompts = result["outputs"], result["seconds"], result["prompts"]
@@ -59,7 +59,7 @@ def _report(options: GenerateOptions, result: dict[str, Any]) -> "Report":
         answer = f"nothing is left to make in {options.out}"
     mesh = "".join(f", {name} {degree}" for name, degree in result["degrees"].items())
     return Report(
-        title=f"{prompts} outputs of {options.model}{mesh}",
+        title=f"{count(prompts, 'output')} of {options.model}{mesh}",
         answer=answer,
         facts=tuple(Fact(name, f"{name}, average", mean, seconds) for name, mean in means.items()),
         parts=(Rows(f"time of each phase, {scale.unit}", columns, rows),) if rows else (),

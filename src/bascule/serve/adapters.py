@@ -161,6 +161,9 @@ def _check_file(pipeline: Any, file: Path) -> None:
     with safetensors.safe_open(file, framework="pt") as opened:
         if any("dora_scale" in key for key in opened.keys()):
             raise ConfigError(f"{file.name} is a DoRA, of which diffusers drops parts: give a LoRA")
+        if any(key.startswith("base_model.model.") for key in opened.keys()):
+            fix = f"save it by {kind}.save_lora_weights"
+            raise ConfigError(f"{file.name} is of peft's save_pretrained: {fix}")
     state: Any = pipeline.lora_state_dict(**_source(file))  # in diffusers' names
     others = dict(state[0] if isinstance(state, tuple) else state)
     is_empty = not others
