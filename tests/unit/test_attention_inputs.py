@@ -22,6 +22,7 @@ ALONE = AttentionMesh(None, None, None)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [5, 800])
 def test_a_mask_with_other_values_has_another_digest(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)  # not symmetric, as one in 1,024 of 5 x 5 values is
     mask = (torch.randn(size, size) > 0).to(dtype)
     first = digest_of(mask)
     assert digest_of(mask) == first == digest_of(mask.clone())

@@ -126,7 +126,7 @@ def test_loras_of_prompts(tmp_path: Path) -> None:
         (Lora(deep, -2.0), Lora(first, 0.5)),
     ]
     for lora, said in (
-        ([{"name": "none"}], "line 1: .*none: only .safetensors is loaded"),
+        ([{"name": "none"}], "line 1: .*none: there is no such file"),
         ([{"name": "none.safetensors"}], "none.safetensors: there is no such file: give the path"),
         ([{"name": "two"}], "two has c.safetensors, d.safetensors: give the path of one of them"),
         ([{"name": "deep"}, "deep:2"], "line 1: lora: give each adapter once"),

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import threading, time
+import os, threading, time
 from bascule.comm import threads
 
 class Slow:
@@ -15,7 +15,7 @@ class Slow:
     def run(self):
         self.is_asked.wait()
         time.sleep(0.2)
-        print(self.name, flush=True)
+        os.write(1, f"{self.name}\\n".encode())  # at once
 
     def end(self):
         self.is_asked.set()
@@ -23,7 +23,7 @@ class Slow:
 
 slow, later = Slow("slow"), Slow("later")
 freed = Slow("freed")
-threads.start(lambda: (time.sleep(0.2), print("last lines", flush=True)), "lines", freed.end)
+threads.start(lambda: (time.sleep(0.2), os.write(1, b"last lines\\n")), "lines", freed.end)
 freed.is_asked.set()
 del freed
 """

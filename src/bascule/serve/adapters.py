@@ -122,7 +122,9 @@ def load_on_all(
     def load() -> dict[str, str]:
         return {name: adapters.load(name, path) for name, path in paths.items()}
 
-    return agree_on(group, load, lambda found: {"files of LoRA adapters": str(found)}, what=what)
+    return agree_on(
+        group, load, lambda digests: {"files of LoRA adapters": str(digests)}, what=what
+    )
 
 
 def check_names(choice: Iterable[Lora], names: Iterable[str]) -> None:
