@@ -470,9 +470,8 @@ def is_up(job: Job) -> bool:
         return False
 
 
-@pytest.mark.some(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [OWN, TORCHRUN], ids=["own", "torchrun"])
-@pytest.mark.slow
 def test_up_again_by_itself(tmp_path: Path, launcher: str) -> None:
     """A rank is killed under load, and then the one with the door; the same job goes on.
 
@@ -501,7 +500,8 @@ def test_up_again_by_itself(tmp_path: Path, launcher: str) -> None:
         assert not any(job.row(one)["step"] for one in long)  # they run last, and alone
         done = {one: output(job, one).stat().st_mtime_ns for one in fresh if is_done(job, one)}
         kill(job, 0)
-        assert job.until_ended([*ids, asked]) == ["done"] * 9
+        ended = job.until_ended([*ids, asked])
+        assert ended == ["done"] * 9, [job.row(one)["reason"] for one in [*ids, asked]]
         assert {one: output(job, one).stat().st_mtime_ns for one in done} == done
         if launcher == OWN:  # torchrun itself exits with 1
             job.stop()
