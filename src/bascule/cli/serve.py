@@ -21,7 +21,7 @@ def run(options: ServeOptions, arguments: list[str]) -> None:
 
         return advise(options)
     options.check()
-    gc.disable()  # until a rank has loaded all: imports take a third less, as after each restart
+    gc.disable()  # until a rank has loaded all, which is then faster at each restart
     # Before torch loads: its store would log each second without a message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from bascule.cli.command import on_ranks
