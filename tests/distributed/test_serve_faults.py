@@ -330,7 +330,7 @@ def a_full_disk(job: Job) -> None:
     assert job.until_ended([first]) == ["done"]
     job.until(lambda: job.ask("/health").status == 200)
     pid, every = job.ranks()[0], (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    (second,) = job.submit([42], steps=100, side=64)
+    (second,) = job.submit([42], steps=200, side=64)
     job.until_running(second)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     refused = job.ask("/v1/requests", body(43))
