@@ -29,6 +29,7 @@ from bascule.generate.options import Prompt
 from bascule.generate.tiny import TINY
 from bascule.plan.requests import Balanced, Policy, Queue, Request, Starts, State
 from bascule.serve.engine import Engine
+from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.status import Status
@@ -375,7 +376,8 @@ def _on_rank(folder: str, setting: Setting, rounds: int, num: int) -> dict[str, 
         return None
     times, policy = Times(pipeline, engine.degrees), _Switched()
     spool = Spool(Path(folder), TINY)
-    service = Service(pipeline, engine.orders, spool, policy=policy, times=times)
+    options = ServeOptions(batch=1)
+    service = Service(pipeline, engine.orders, spool, options, policy=policy, times=times)
 
     def use() -> None:
         try:

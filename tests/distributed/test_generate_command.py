@@ -385,7 +385,7 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
         one.write_text('{"prompt": "x", "steps": 1}', encoding="utf-8")
     dist.barrier()
     wrong: dict[str, Settings] = {
-        "this pipeline takes no num_frames, and frames is 5: leave it out": {"frames": 5},
+        "frames is 5, and this pipeline takes no num_frames: leave it out": {"frames": 5},
         "width is 3, and this pipeline makes it 16: give 16, or another multiple": {"width": 3},
         "Ulysses 8 on 2 ranks: the product of degrees must be 2": {"ulysses": 8},
         "disagree on prompts": {"prompts": prompts if rank else one},
@@ -400,7 +400,7 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
         for words, job in wrong.items()
     }
     with mock.patch(f"{VAE}.enable_tiling", mock.Mock(side_effect=NotImplementedError)):
-        ends["--tiles: the AutoencoderKL of this pipeline cannot tile: leave it out"] = raised_by(
+        ends["--tiles: this pipeline has no VAE that can tile: leave it out"] = raised_by(
             make, one, folder, tiles=True
         )
     for words, sides in {  # before anything is computed, or in the pipeline: no folder is left

@@ -123,6 +123,24 @@ def client(service: Service, folder: Path) -> list[float]:
     return wanted
 
 
+def next_client(service: Service, folder: Path) -> list[float]:
+    """What clients loaded before is there again."""
+    assert service.loras() == ["a", "b", "c"]
+    (status,) = ended(service, [service.submit(asked([CHOICES[3]], 91))[0].id])
+    assert status.state == "done", status.reason
+    pipeline = choose(reference({name: folder / name for name in "ab"}), status.prompt.lora)
+    return [apart(status, service.result(status.id), pipeline)]
+
+
+def in_two_lives(spool: Path, folder: Path) -> Any:
+    """A service, and one that starts after its end."""
+    loras: dict[str, Any] = {"loras": {"a": folder / "a"}, "lora_folder": folder}
+    serve = partial(with_service, kind=Even, policy=Restless(3), **loras)
+    lives = (pipeline_with_an_odd_file, client), (partial(pipeline_of, TINY), next_client)
+    ends = [serve(make, spool, use, folder) for make, use in lives]
+    return ends[0] and [*ends[0], *ends[1]]
+
+
 def pipeline_with_an_odd_file() -> Any:
     """Rank 1 has another content of one file."""
     digest_of = adapters.digest_of
@@ -159,10 +177,8 @@ def test_requests_choose_adapters_while_they_come_and_go(folder: Path, tmp_path:
             (prompt,) = asked([[Lora(lora, 0.6)]])
             facts: dict[str, Any] = {"kind": "image", "state": "waiting", "prompt": prompt}
             spool.add([Entry(Status(id=name, **facts, created_at=time.time()))])
-    loras: dict[str, Any] = {"loras": {"a": folder / "a"}, "lora_folder": folder}
-    serve = partial(with_service, kind=Even, policy=Restless(3), **loras)
-    found = run_ranks(serve, 2, pipeline_with_an_odd_file, tmp_path / "spool", client, folder)[0]
-    assert len(found) == 16 and max(found) <= PIXEL
+    found = run_ranks(in_two_lives, 2, tmp_path / "spool", folder)[0]
+    assert len(found) == 17 and max(found) <= PIXEL
 
 
 LATENT: dict[str, Any] = {"prompt": "a boat", "height": 64, "width": 48, "output_type": "latent"}

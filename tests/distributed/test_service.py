@@ -1,5 +1,6 @@
 """A service on ranks: each request that was accepted is done once, as by one process."""
 
+import io
 import itertools
 import sqlite3
 import time
@@ -13,14 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
+from PIL import Image
 
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.generate.tiny import TINY
 from bascule.serve.service import Service
 from bascule.serve.status import ENDED, Busy, Closing, Late, Status, Unknown
+from tests.helpers.pipeline_cases import make_pipeline
 from tests.helpers.ranks import run_ranks
 from tests.helpers.serving import Even, Restless, apart, pipeline_of, with_service
+from tests.helpers.split_models import TEXT_DIM
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -170,7 +174,7 @@ def refused(kind: type[Exception], call: Callable[..., Any], *args: Any) -> Any:
 
 def odds(service: Service) -> float:
     """What is refused, fails or cannot be written, between requests that are done."""
-    diary, most = Diary(service), service._most_waiting
+    diary, most = Diary(service), service._options.most_waiting
     wrong = Prompt(prompt="wrong", width=32, height=32, steps=2)
     ids = [one.id for one in service.submit([boat(0), wrong, boat(1, 64)])]
     diary.until_ended(ids)
@@ -189,18 +193,18 @@ def odds(service: Service) -> float:
         refused(Unknown, unknown, "none")
     assert {service.status(ids[0]), service.status(ids[2])} <= set(service.statuses())
 
-    for one, image, text in (
-        (boat(2, 40), None, "makes it 32: give 32"),
-        (Prompt(prompt="a", frames=5), None, "takes no num_frames"),
-        (boat(2), b"png", "takes no image"),
+    for one, pictures, text in (
+        (boat(2, 40), [], "makes it 32: give 32"),
+        (Prompt(prompt="a", frames=5), [], "takes no num_frames"),
+        (boat(2), [b"png"], "image: a FluxPipeline takes none: leave it out"),
     ):
-        assert text in str(refused(ConfigError, service.submit, [boat(3), one], image))
+        assert text in str(refused(ConfigError, service.submit, [boat(3), one], pictures))
     assert "at most 5 may wait" in str(refused(ConfigError, service.submit, [wrong] * (most + 1)))
 
     many = service.submit([boat(4, 96, 1000)] * most)
     until(lambda: any(service.status(one.id).step for one in many))
     in_time = partial(service.submit, must_meet_deadline=True)
-    assert "would be done in" in refused(Late, in_time, [boat(6)], None, 1e-3).message
+    assert "would be done in" in refused(Late, in_time, [boat(6)], [], 1e-3).message
     busy = refused(Busy, service.submit, [boat(7)] * most)
     assert int(busy.headers["Retry-After"]) >= 1
     assert not [one for one in service.statuses() if one.prompt.seed in (2, 3, 6, 7)]
@@ -225,13 +229,52 @@ def odds(service: Service) -> float:
     return diary.apart(one for one in ids if service.status(one).state == "done")
 
 
-def full(_: Status) -> bool:
+def full(_: Status) -> None:
     raise sqlite3.OperationalError("database or disk is full")
 
 
+def klein() -> Any:
+    """A pipeline that takes several pictures; its prompts are encoded by their lengths."""
+    pipeline = make_pipeline("klein")
+
+    def encoded(prompt: str, **_: Any) -> Any:
+        texts = torch.randn(1, 7, TEXT_DIM, generator=torch.Generator().manual_seed(len(prompt)))
+        return texts, pipeline._prepare_text_ids(texts)
+
+    pipeline.encode_prompt = encoded
+    return pipeline
+
+
+def edits(service: Service) -> float:
+    """Requests with no picture, one, or two in either order: their pixels are of one process."""
+    diary, pipeline = Diary(service), klein()
+    prompt = Prompt(prompt="boat", width=64, height=64, steps=2, seed=5)
+    pictures = [Image.effect_noise(size, 90).convert("RGB") for size in ((64, 64), (80, 64))]
+    sent = [png_of(picture) for picture in pictures]
+    choices: list[list[int]] = [[], [0], [0, 1], [1, 0]]
+    made = [service.submit([prompt], [sent[k] for k in choice])[0].id for choice in choices]
+    diary.until_ended(made)
+    most, pixels = 0.0, set[bytes]()
+    for name, choice in zip(made, choices, strict=True):
+        assert service.status(name).state == "done", service.status(name).reason
+        image: Any = [pictures[k] for k in choice] or None
+        path = service.result(name)
+        most = max(most, apart(service.status(name), path, pipeline, image=image))
+        pixels.add(Image.open(path).tobytes())
+    assert len(pixels) == len(choices)
+    return most
+
+
+def png_of(picture: Image.Image) -> bytes:
+    picture.save(made := io.BytesIO(), "PNG")
+    return made.getvalue()
+
+
 def at_odds(folder: Path) -> Any:
-    return with_service(choosy_pipeline, folder, odds, policy=Restless(0), most_waiting=5)
+    odd = with_service(choosy_pipeline, folder / "a", odds, policy=Restless(0), most_waiting=5)
+    return odd, with_service(klein, folder / "b", edits, policy=Restless(1))
 
 
 def test_what_is_refused_or_fails_harms_no_other(tmp_path: Path) -> None:
-    assert run_ranks(at_odds, 2, tmp_path)[0] <= PIXEL
+    """And edits take several pictures."""
+    assert max(run_ranks(at_odds, 2, tmp_path)[0]) <= PIXEL

@@ -32,7 +32,7 @@ class Asked:
     """What a call asked for, by an output."""
 
     prompt: Prompt
-    image: bytes | None
+    images: list[bytes]
     deadline_s: float | None
     must_meet_deadline: bool
 
@@ -64,7 +64,7 @@ class FakeService:
     def submit(
         self,
         prompts: Sequence[Prompt],
-        image: bytes | None,
+        images: list[bytes],
         deadline_s: float | None,
         *,
         must_meet_deadline: bool,
@@ -88,11 +88,13 @@ class FakeService:
             made = list[Status]()
             for prompt in prompts:
                 if (prompt.width or 8) % 8:
-                    raise ConfigError(f"width {prompt.width}: give a multiple of 8")
+                    raise ConfigError(f"width is {prompt.width}: give a multiple of 8")
+                if any(lora.name == "gone" for lora in prompt.lora):
+                    raise ConfigError("lora: 'gone' is not loaded; loaded: 'style'")
                 facts |= {"num_steps": prompt.steps or STEPS, "prompt": prompt, "ends_in_s": 1.5}
                 made.append(Status(id=uuid4().hex, state="waiting", **facts))
             for status in made:
-                self.asked[status.id] = Asked(status.prompt, image, deadline_s, must_meet_deadline)
+                self.asked[status.id] = Asked(status.prompt, images, deadline_s, must_meet_deadline)
                 self._put(status)
             if key is not None:
                 self.keys[key.name] = key, [status.id for status in made]
@@ -116,7 +118,7 @@ class FakeService:
         ended = [one for one in every if one.has_ended]
         return [one for one in every if not one.has_ended] + ended[::-1][:20]
 
-    def page(self, num: int, after: str | None, *, oldest_first: bool) -> list[Status]:
+    def page(self, num: int, after: str | None, oldest_first: bool) -> list[Status]:
         with self.lock:
             every = list(self.of.values())[:: 1 if oldest_first else -1]
             if after is not None:

@@ -48,6 +48,7 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, model, and size
     "zimage": ("ZImagePipeline", "z_image", _Z_IMAGE),
     "hunyuan": ("HunyuanVideoPipeline", "hunyuan", _HUNYUAN),  # a call a branch, masked prompts
     "dit": ("DiTPipeline", "", {**_FOUR, "out_channels": 8, "sample_size": 10}),
+    "klein": ("Flux2KleinPipeline", "flux2", _FLUX),  # takes several pictures
     "ernie": ("ErnieImagePipeline", "ernie", {**_SIXTEEN, "ffn_hidden_size": 32}),
 }
 _SCHEDULERS = {  # other than Flux has; that of CogVideoX draws in every step
@@ -112,7 +113,7 @@ def _vae(diffusers: Any, name: str) -> Any:
         return other_vae(name)
     if name in ("qwen", "wan"):
         return tiny_vae(name)
-    if name == "ernie":
+    if name in ("ernie", "klein"):
         return diffusers.AutoencoderKLFlux2(**_VAE).eval()
     vae = diffusers.AutoencoderKL(**_VAE, shift_factor=0.1).eval()
     vae.tile_sample_min_size, vae.tile_latent_min_size = 16, 8

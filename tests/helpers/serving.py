@@ -21,6 +21,7 @@ from bascule.generate.options import Lora, Prompt
 from bascule.plan.requests import Balanced, Block, Policy, Request, Starts, State
 from bascule.serve.adapters import digest_of, load_on_all
 from bascule.serve.engine import Engine
+from bascule.serve.options import ServeOptions
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.service import Service
@@ -382,11 +383,10 @@ def with_service(
         pipeline,
         orders,
         Spool(folder, "tiny"),
+        ServeOptions(most_waiting=most_waiting, lora_folder=lora_folder, batch=1),
         policy=policy or Balanced(),
         times=kind(pipeline, [1 << k for k in range(size.bit_length())]),
-        most_waiting=most_waiting,
         loras=loaded,
-        lora_folder=lora_folder,
     )
     service.start()
     results, errors = list[Any](), list[BaseException]()
@@ -411,9 +411,10 @@ def with_service(
     return results[0]
 
 
-def apart(status: Status, path: Path, pipeline: Any) -> float:
+def apart(status: Status, path: Path, pipeline: Any, **more: Any) -> float:
     """How far the pixels of an image on disk are from those of one process, of 0 to 1."""
     takes = inspect.signature(pipeline.__call__).parameters
+    arguments = arguments_of(status.prompt, takes) | more
     generator = torch.Generator().manual_seed(status.prompt.seed)
-    wanted = pipeline(**arguments_of(status.prompt, takes), generator=generator, return_dict=False)
+    wanted = pipeline(**arguments, generator=generator, return_dict=False)
     return float((values_of(Image.open(path)) - values_of(wanted[0][0])).abs().max())

@@ -123,7 +123,7 @@ _COMMON: dict[str, tuple[list[Any], list[Any]]] = {  # by argument: answered, re
 }
 _GENERATE = _COMMON | {"moderation": (["low", "auto"], ["high"]), "style": ([], ["vivid"])}
 _EDIT = _COMMON | {"input_fidelity": ([], ["high"]), "mask": ([], [FILE]), "markup": ([], [FILE])}
-_EDIT |= {"image": ([FILE, [FILE]], [[FILE, FILE]])}
+_EDIT |= {"image": ([FILE, [FILE], [FILE] * 16], [[FILE] * 17])}
 _CREATE: dict[str, tuple[list[Any], list[Any]]] = {
     "prompt": (["x"], [""]),
     "model": (["tiny-wan"], ["sora-2"]),
@@ -182,7 +182,7 @@ _PEERS: list[tuple[str, Any, str | dict[str, Any]]] = [  # path, body; our field
     (GENERATE, {"prompt": "x", "model": "Qwen/Qwen-Image", "n": 1}, "model"),
     # image_edit_api
     (EDIT, [("image", png()), ("prompt", "x"), ("output_format", "png")], {"prompt": "x"}),
-    (EDIT, [("image", png()), ("image", png()), ("prompt", "x")], "image"),
+    (EDIT, [("image", png()), ("image", png()), ("prompt", "x")], {"prompt": "x"}),
     (EDIT, [("url[]", "https://x.y/z.png"), ("prompt", "x"), ("output_format", "jpeg")], "url[]"),
     (EDIT, [("image", png()), ("prompt", "x"), ("output_format", "jpg")], {"prompt": "x"}),
     (EDIT, [("image", png()), ("prompt", "x"), ("stream", "true")], {"prompt": "x"}),

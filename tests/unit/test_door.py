@@ -82,7 +82,7 @@ def test_images_by_openais_client(images: Open) -> None:
     asked: dict[str, Any] = {"width": 64, "height": 32, "steps": 2, "guidance": 1.5}
     asked |= {"prompt": "a boat", "negative_prompt": "fog"}
     assert (first.prompt, second.prompt) == (Prompt(seed=5, **asked), Prompt(seed=6, **asked))
-    assert (first.deadline_s, first.must_meet_deadline, first.image) == (60.0, False, None)
+    assert (first.deadline_s, first.must_meet_deadline, first.images) == (60.0, False, [])
     assert third.prompt == Prompt(prompt="é", seed=linked.data[0].seed, **SIZES)
     path = linked.data[0].url.removeprefix(images.url)
     status, content, headers = images.call("GET", path)
@@ -113,7 +113,7 @@ def test_loras_by_name(images: Open) -> None:
         ([{"name": "a"}, "a"], "lora: give each adapter once"),
         ([{"path": "/x"}], 'lora: give {"name": NAME, "scale": 0.8}, not'),
         ([{"name": "a", "scale": 1e7}], "lora scale is 10000000.0; it must be finite, at least"),
-        ("[", "lora: Expecting value"),
+        ("[", "lora: '[' is not valid JSON: give [{"),
         (3, "lora: "),
     ):
         status, answer, _ = images.call("POST", "/v1/requests", {"prompt": "x", "lora": lora})
@@ -125,7 +125,8 @@ def test_loras_by_name(images: Open) -> None:
     for method, end, body, status, said in (
         ("POST", "", {"name": "wrong"}, 409, "it is loaded already"),
         ("POST", "", {"name": "new", "path": "/x"}, 400, "'path' is not known: give some of name"),
-        ("POST", "", {"name": "../new"}, 400, "name: String should match pattern"),
+        ("POST", "", {"name": "../new"}, 400, "name is '../new': give 1 to 100 letters, digits"),
+        ("POST", "", {"name": "new", "image": "a"}, 400, "'image' is not known: give some of name"),
         ("POST", "", {}, 400, "name is missing: give it"),
         ("DELETE", "/style", None, 400, "rank 1: style stays"),
     ):
@@ -150,13 +151,20 @@ def test_a_picture_is_decoded_and_encoded_anew(tmp_path: Path) -> None:
         Image.new("RGB", (4, 3)).save(rotated, "JPEG", exif=exif)
         form, kind = multipart(("prompt", "a"), ("image[]", rotated.getvalue()))
         assert door.call("POST", EDIT, form, Content_Type=kind)[0] == 200
-        *same, turned = [one.image for one in door.service.asked.values()]
-    assert len(same) == 4 and len(set(same)) == 1
-    with Image.open(io.BytesIO(same[0] or b"")) as image:
+        *same, (turned,) = [one.images for one in door.service.asked.values()]
+        (first,) = same[0]
+        assert same == [[first]] * 4
+        files = [("a.png", png()), ("b.jpg", rotated.getvalue())]
+        door.client().images.edit(prompt="a", image=files)
+        both = {"prompt": "a", "image": [text, {"image_url": text}], "input_reference": text}
+        assert door.call("POST", EDIT, both)[0] == 200
+        several = [one.images for one in door.service.asked.values()][-2:]
+    assert several == [[first, turned], [first] * 3]
+    with Image.open(io.BytesIO(first)) as image:
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (4, 3))
         assert np.asarray(image)[0, 0].tolist() == [9, 8, 7]
-    with Image.open(io.BytesIO(turned or b"")) as image:
-        assert image.size == (3, 4) and not image.getexif() and b"secret" not in (turned or b"")
+    with Image.open(io.BytesIO(turned)) as image:
+        assert image.size == (3, 4) and not image.getexif() and b"secret" not in turned
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
@@ -187,7 +195,7 @@ def test_videos_by_openais_client(videos: Open) -> None:
     reference = {"image_url": base64.b64encode(png()).decode()}
     body = {"prompt": "x", "input_reference": reference}
     third = videos.call("POST", VIDEOS, body)[1]["id"]
-    assert [bool(one.image) for one in service.asked.values()] == [False, True, True]
+    assert [len(one.images) for one in service.asked.values()] == [0, 1, 1]
     assert api.delete(third).deleted is True
     service.step()
     failed = api.retrieve(other.id)
@@ -278,8 +286,9 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, [], 400, "must be a JSON object", None),
     (GENERATE, {}, 400, "prompt is missing: give it", "prompt"),
     (GENERATE, {"prompt": None}, 400, "prompt is missing", "prompt"),
-    (GENERATE, {"prompt": ""}, 400, "at least 1 character", "prompt"),
-    (GENERATE, {"prompt": ["a"]}, 400, "valid string, not \"['a']\"", "prompt"),
+    (GENERATE, {"prompt": ""}, 400, "prompt is '': give text", "prompt"),
+    (GENERATE, {"prompt": ["a"]}, 400, "prompt is ['a']: give text", "prompt"),
+    (GENERATE, {"prompt": "x", "negative_prompt": 5}, 400, "is 5: give text", "negative_prompt"),
     (GENERATE, {"prompt": "\ud800"}, 400, "'prompt' holds half of a surrogate pair", "prompt"),
     (GENERATE, {"prompt": "x", "user": "a\udfff"}, 400, "'user' holds half of a surr", "user"),
     (GENERATE, {"prompt": "x", "negative_prompt": "\ud83d"}, 400, "holds ha", "negative_prompt"),
@@ -295,20 +304,35 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, {"prompt": "x", "stps": 3}, 400, "'stps' is not known: give some of", "stps"),
     (GENERATE, {"prompt": "x", "a" * 500: 3}, 400, f"'{'a' * 80}..' is not known", "a" * 500),
     (GENERATE, {"prompt": "x" * 101}, 400, "prompt: 101 characters are too many", "prompt"),
-    (GENERATE, {"prompt": "x", "size": "8"}, 400, "give WxH in pixels, such as 512x768", "size"),
-    (GENERATE, {"prompt": "x", "size": "0x8"}, 400, "give WxH in pixels, such as 512x768", "size"),
+    (GENERATE, {"prompt": "x", "size": "8"}, 400, "size is '8': give WxH in pixels, such", "size"),
+    (GENERATE, {"prompt": "x", "size": "0x8"}, 400, "size is '0x8': give WxH in pixels", "size"),
+    (GENERATE, {"prompt": "x", "size": [8, 8]}, 400, "size is [8, 8]: give WxH in pixels", "size"),
+    (GENERATE, {"prompt": "x", "width": 0, "height": 8}, 400, "size is '0x8': give WxH", "size"),
     (GENERATE, {"prompt": "x", "size": "257x256"}, 400, "65,792 pixels are too many", "size"),
-    (GENERATE, {"prompt": "x", "steps": True}, 400, "'steps' is True: give a number", "steps"),
+    (GENERATE, {"prompt": "x", "steps": True}, 400, "steps is True: give a number", "steps"),
+    (GENERATE, {"prompt": "x", "steps": 1.5}, 400, "steps is 1.5: give a whole number", "steps"),
+    (GENERATE, {"prompt": "x", "steps": {}}, 400, "steps is {}: give a whole number, at", "steps"),
     (GENERATE, {"prompt": "x", "steps": 51}, 400, "51 steps are too many", "steps"),
-    (GENERATE, {"prompt": "x", "steps": 0}, 400, "greater than or equal to 1, not '0'", "steps"),
+    (GENERATE, {"prompt": "x", "steps": 0}, 400, "0: give a whole number, at least 1", "steps"),
+    (GENERATE, {"prompt": "x", "num_inference_steps": "many"}, 400, "is 'many': give a", "steps"),
     (GENERATE, {"prompt": "x", "n": 4}, 400, "give at most 3", "n"),
-    (GENERATE, b'{"prompt": "x", "guidance": NaN}', 400, "finite number, not 'nan'", "guidance"),
-    (GENERATE, {"prompt": "x", "seed": -1}, 400, "seed: ", "seed"),
+    (GENERATE, {"prompt": "x", "n": 0}, 400, "n is 0: give a whole number, at least 1", "n"),
+    (GENERATE, b'{"prompt": "x", "guidance": NaN}', 400, "is nan: give a number, at", "guidance"),
+    (GENERATE, {"prompt": "x", "guidance": 1e7}, 400, "at least 0, at most 1,000,0", "guidance"),
+    (GENERATE, {"prompt": "x", "deadline_s": 0}, 400, "is 0: give a number, above 0", "deadline_s"),
+    (GENERATE, {"prompt": "x", "seed": -1}, 400, "seed is -1: give a whole number, at", "seed"),
+    (GENERATE, {"prompt": "x", "seed": 2**63}, 400, "at most 9,223,372,036,854,775,807", "seed"),
     (GENERATE, {"prompt": "x", "seed": 2**63 - 1, "n": 2}, 400, "is too large", "seed"),
     (GENERATE, {"prompt": "x", "model": "sora-2"}, 404, "model 'sora-2' is not served", "model"),
-    (GENERATE, {"prompt": "x", "stream": "no way"}, 400, "stream: ", "stream"),
-    (GENERATE, {"prompt": "x", "size": "12x8"}, 400, "width 12: give a multiple of 8", None),
-    (GENERATE, {"prompt": "x", "image": _PIXELS}, 400, "here: use /v1/images/edits", "image"),
+    (GENERATE, {"prompt": "x", "stream": "no way"}, 400, "'no way': give true or fal", "stream"),
+    (GENERATE, {"prompt": "x", "quality": "hd"}, 400, "'hd': give auto or standard", "quality"),
+    (GENERATE, {"prompt": "x", "output_format": 3}, 400, "png or jpeg or we", "output_format"),
+    (GENERATE, {"prompt": "x", "response_format": "b64"}, 400, "b64_json", "response_format"),
+    (GENERATE, {"prompt": "x", "partial_images": 2}, 400, "2: give 0, as eve", "partial_images"),
+    (GENERATE, {"prompt": "x", "lora": [3]}, 400, 'lora: give {"name": NAME, "scale"', "lora"),
+    (GENERATE, {"prompt": "x", "lora": "gone:2"}, 400, "lora: 'gone' is not loaded; load", "lora"),
+    (GENERATE, {"prompt": "x", "size": "12x8"}, 400, "width is 12: give a multiple of 8", "size"),
+    (GENERATE, {"prompt": "x", "image": _PIXELS}, 400, "none: use /v1/images/edits", "image"),
     (EDIT, {"prompt": "x"}, 400, "image is missing", "image"),
     (EDIT, {"prompt": "x", "image": _PIXELS}, 400, "has more than 65,536 pixels", "image"),
     (EDIT, {"prompt": "x", "image": "http://x.y/z.png"}, 400, "no URL is opened here", "image"),
@@ -316,7 +340,8 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (EDIT, {"prompt": "x", "image": "%%"}, 400, "not valid base64", "image"),
     (EDIT, {"prompt": "x", "image": "AAAA"}, 400, "cannot be read: send one of PNG", "image"),
     (EDIT, {"prompt": "x", "image": {}}, 400, "send a file, or text in base64", "image"),
-    (EDIT, {"prompt": "x", "image": "a", "image[]": "b"}, 400, "2 pictures are too many", "image"),
+    (EDIT, {"prompt": "x", "image": [None]}, 400, "send a file, or text in base64", "image"),
+    (EDIT, {"prompt": "x", "image[]": ["a"] * 9, "image": ["b"] * 8}, 400, "at most 16", "image"),
     (EDIT, {"prompt": "x", "mask": "AAAA"}, 400, "'mask' is not known", "mask"),
     (VIDEOS, {"prompt": "x"}, 404, "tiny makes images: use /v1/images/generations", None),
     ("/nowhere", {}, 404, "POST /nowhere: Not Found", None),
@@ -807,8 +832,8 @@ def test_the_guide_runs(
     assert num == 10
     assert pixel(Path("boat.png").read_bytes())[1:] == (4, 7)
     assert Path("waves.mp4").read_bytes().startswith(b"a video of ")
-    assert [bool(one.image) for one in images.service.asked.values()] == [False, False, True]
-    assert [one.image for one in videos.service.asked.values()] != [None]
+    assert [len(one.images) for one in images.service.asked.values()] == [0, 0, 1]
+    assert [len(one.images) for one in videos.service.asked.values()] == [1]
 
 
 def test_the_example_runs(images: Open, tmp_path: Path) -> None:

@@ -172,6 +172,30 @@ def test_pipelines_that_do_not_say_or_take_more_steps(
     assert stays == (whole if num_steps is None else loops)
 
 
+def test_a_request_that_begins_beside_one_that_goes_on(clock: list[float]) -> None:
+    """Ranks say that all are there, and then of the first step."""
+    events: list[Any] = [(103, None, 0, 1, 0, 0), (105, "moved", 0, 1, 0, 1)]
+    made = followed(clock, [*events, (107, "step", 0, 1, 1, 2)], 3, {})
+    spans = [(span.name, span.begin_s, span.steps) for span in made.spans]
+    assert spans == [("queue", 100, 0), ("encode", 103, 0), ("denoise", 105, 1)]
+
+
+def test_the_span_of_the_call_is_between_the_clients_and_the_requests(recorder: Recorder) -> None:
+    """If FastAPI has made one."""
+    with trace.use_span(recorder.start_span("call", start_time=0, attributes={})):
+        parent = parent_of(CLIENT)
+    Trace(lambda block: block.ranks, parent).end(status_of("done"))
+    Trace(lambda block: block.ranks, parent_of(CLIENT)).end(status_of("done"))
+    with trace.use_span(recorder.start_span("cancel", start_time=0, attributes={})):
+        Trace(lambda block: block.ranks).end(status_of("done"))  # of an earlier server
+    begins = [line[0].split(",")[0] for line in recorder.lines]
+    assert [line for line in begins if line.endswith("image")] == [
+        "call > image",
+        "client > image",
+        "nobody > image",
+    ]
+
+
 def test_a_failed_request_is_an_error_and_an_unsampled_one_costs_nothing(
     clock: list[float], recorder: Recorder
 ) -> None:

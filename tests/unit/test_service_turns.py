@@ -21,11 +21,12 @@ from bascule.errors import ConfigError
 from bascule.generate.options import Lora, Prompt
 from bascule.plan.requests import Balanced, Block
 from bascule.serve import service as service_module
+from bascule.serve.options import ServeOptions
 from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
-from bascule.serve.status import Busy, Closing, Key, Reused, Status, Unknown
+from bascule.serve.status import Busy, Closing, Key, Refusal, Reused, Status, Unknown
 from bascule.serve.times import Times
 
 RANKS = 2
@@ -36,6 +37,7 @@ class Ranks(Orders):
 
     def __init__(self) -> None:
         self.num_ranks, self.events = RANKS, queue.SimpleQueue[Event]()
+        self.world_size, self.loaded = RANKS, list[str]()
         self.running, self.is_alive = dict[str, Block](), True
         self.begun = dict[str, dict[str, Any] | torch.Tensor]()  # what requests began with
 
@@ -49,6 +51,13 @@ class Ranks(Orders):
     def run(self, batch: str, block: Block, members: Sequence[tuple[str, Ticket]]) -> None:
         del batch
         self.running |= {request_id: block for request_id, _ in members}
+
+    def adapt(self, number: str, name: str, path: str | None, digest: str | None) -> None:
+        """Follow, unless the file is wrong."""
+        self.loaded += [] if path is None else [name]
+        reason = "it does not fit" if path and Path(path).read_text() == "wrong" else ""
+        for rank in range(RANKS):
+            self.events.put(Event("adapter", number, 0.0, Block(rank, 1), reason=reason))
 
     def _send(self, *_: Any, **__: Any) -> None:
         """Go on: a request ends before its next step."""
@@ -74,11 +83,14 @@ class Pipeline:
 
 
 @contextmanager
-def serving(folder: Path, *, reason: str = "", **keeps: Any) -> Iterator[tuple[Service, Ranks]]:
+def serving(
+    folder: Path, *, reason: str = "", saved_by: str = "", loras: Any = None, **options: Any
+) -> Iterator[tuple[Service, Ranks]]:
     """A service on the spool of a folder, whose ranks end for a reason, or well."""
     ranks, pipeline, spool = Ranks(), Pipeline(), Spool(folder, "one")
-    times = Times(pipeline, [1, 2])
-    service = Service(pipeline, ranks, spool, policy=Balanced(), times=times, **keeps)
+    facts: dict[str, Any] = {"policy": Balanced(), "times": Times(pipeline, [1, 2])}
+    facts |= {"saved_by": saved_by, "loras": loras}
+    service = Service(pipeline, ranks, spool, ServeOptions(batch=1, **options), **facts)
     service.start()
     try:
         yield service, ranks
@@ -197,6 +209,40 @@ def test_a_saved_state_of_another_adapter_or_rate_is_not_used(tmp_path: Path) ->
             assert isinstance(ranks.begun[asked.id], torch.Tensor) == (place == 0), change
 
 
+def test_adapters_that_clients_loaded_are_there_after_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the folder no longer has, or what no longer fits, is told once."""
+    (folder := tmp_path / "loras").mkdir()
+    options: dict[str, Any] = {"lora_folder": folder, "loras": {"own": "digest"}}
+    for name in ("a", "b", "c", "d"):
+        (folder / f"{name}.safetensors").write_text(name)
+    (folder / "odd.safetensors").write_text("wrong")
+    with serving(tmp_path / "spool", reason="rank 1 is gone", **options) as (service, _):
+        for name in "dabc":
+            service.load_lora(name).result(60)
+        service.remove_lora("b").result(60)
+        with pytest.raises(ConfigError, match="it does not fit"):
+            service.load_lora("odd").result(60)
+        assert service.loras() == ["a", "c", "d", "own"]
+        for name, status in (("a", 409), ("none", 404)):
+            with pytest.raises(Refusal) as refused:
+                service.load_lora(name)
+            assert (refused.value.status, refused.value.param) == (status, "name")
+    (folder / "c.safetensors").unlink()
+    (folder / "d.safetensors").write_text("wrong")
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    for _ in range(2):
+        with serving(tmp_path / "spool", **options) as (service, ranks):
+            until(lambda service=service: service.loras() == ["a", "own"])
+            assert ranks.loaded[-1] == "a"
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert sorted(told) == [
+        "LoRA 'c' is gone: there is no LoRA 'c' in this server's folder",
+        "it does not fit",
+    ]
+
+
 def test_a_stop_and_a_loss_of_power_count_against_nobody(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, ranks):
         ask(service, "long")
@@ -243,7 +289,7 @@ def test_a_key_makes_nothing_twice_in_any_life(tmp_path: Path) -> None:
             service.submit(prompts, key=Key("new", "digest"))
     with serving(tmp_path) as (service, _):
         assert submit(service) == ids
-        pages = service.page(2, oldest_first=True), service.page(2, ids[1], oldest_first=True)
+        pages = service.page(2, None, True), service.page(2, ids[1], True)
         assert [[one.id for one in page] for page in pages] == [ids, [other]]
         assert [one.state == "done" for one in pages[0]] == [True, False]
         assert [one.id for one in service.page(1, other)] == [ids[1]]
@@ -295,7 +341,7 @@ def test_what_has_ended_is_removed_when_asked_or_old_or_too_much(tmp_path: Path)
         assert {one.prompt.prompt for one in service.statuses()} == {"b", "c", "wrong"}
         paths = [service.result(ids[name]) for name in "bc"]
     size = paths[0].stat().st_size
-    with serving(tmp_path, keep_bytes=1.5 * size) as (service, ranks):
+    with serving(tmp_path, keep_gb=1.5e-9 * size) as (service, ranks):
         until(lambda: len(list(paths[0].parent.iterdir())) == 1)
         until(lambda: len(service.statuses()) < 3)
         (kept,) = [one for one in service.statuses() if one.state == "done"]
@@ -316,7 +362,7 @@ def test_a_request_that_is_written_counts_no_start_more(tmp_path: Path) -> None:
             until(lambda: len(ranks.running) == RANKS)
             first = min(ranks.running)
             ranks.leave(first)
-            until(lambda: first in made(service))
+            until(lambda: first in made(service) and len(ranks.running) == RANKS)
             starts = {one.status.id: one.starts for one in service._spool.waiting()}
             assert starts[first] == 0 and all(starts[one] == 1 for one in ranks.running)
             service.stop()

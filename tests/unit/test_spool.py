@@ -31,19 +31,21 @@ def ended(one: Entry, state: str = "done", ended_at: float = 9.0) -> Status:
 
 
 def test_what_waits_is_there_after_a_restart_and_what_ended_ends_once(tmp_path: Path) -> None:
-    a, b, c = entry("a", image=b"\0png", deadline_at=7.5), entry("b"), entry("c")
+    a, b = entry("a", num_images=2, deadline_at=7.5), entry("b", num_images=2)
+    c, pictures = entry("c"), [b"\0png", b"more"]
     spool = Spool(tmp_path / "new" / "spool", "one")
-    spool.add([a, b])
+    spool.add([a, b], pictures)
     spool.add([c])
-    assert spool.image("a") == b"\0png" and spool.image("b") is None
+    assert spool.images("a") == spool.images("b") == pictures and spool.images("c") == []
     failed = replace(ended(b, "failed", 8.0), reason="why")
-    assert spool.end(failed)
-    assert not spool.end(ended(b, "done"))
+    spool.end(failed)
+    spool.end(ended(b, "done"))
     spool.close()
 
     spool = Spool(tmp_path / "new" / "spool", "one")
-    assert spool.waiting() == [replace(a, image=None), c]
-    assert spool.end(ended(a)) and spool.image("a") is None
+    assert spool.waiting() == [a, c] and spool.images("a") == pictures
+    spool.end(ended(a))
+    assert spool.images("a") == spool.images("b") == []
     assert spool.status("a") == ended(a) and spool.status("c") == c.status
     assert spool.ended(20) == [ended(a), failed] and spool.ended(1) == [ended(a)]
     assert spool.output(a.status) == tmp_path / "new" / "spool" / "outputs" / "a.png"
@@ -61,7 +63,7 @@ def test_requests_are_added_all_or_none(tmp_path: Path) -> None:
     assert [one.status.id for one in spool.waiting()] == ["a"]
     spool._base.execute("pragma max_page_count = 1")  # as a disk that is full
     with pytest.raises(sqlite3.Error, match="full"):
-        spool.add([entry("c"), entry("d", image=bytes(10**6))])
+        spool.add([entry("c"), entry("d")], [bytes(10**6)])
     spool._base.execute("pragma max_page_count = 100000")
     spool.add([entry("e")])
     assert [one.status.id for one in spool.waiting()] == ["a", "e"]
@@ -195,15 +197,15 @@ def test_a_row_that_cannot_be_read_fails_by_name(tmp_path: Path) -> None:
         for status, (sql, reason) in zip(wrong, changes.items(), strict=True):
             assert reason in status.reason and "send it again" in status.reason, sql
             assert spool.output(status).parent == tmp_path / "outputs"
-        assert spool.end(replace(wrong[0], ended_at=9.0)) and spool.status("0").state == "failed"
-        assert spool.ended(5)[0].id == "0"
+        spool.end(replace(wrong[0], ended_at=9.0))
+        assert spool.status("0").state == "failed" and spool.ended(5)[0].id == "0"
 
 
 @pytest.mark.parametrize(
     ("change_to", "reason"),
     [
-        ("pragma user_version = 0", "its format is version 0, this bascule reads 1: finish"),
-        ("pragma user_version = 2", "its format is version 2"),
+        ("pragma user_version = 0", "its format is version 0, this bascule reads 2: finish"),
+        ("pragma user_version = 3", "its format is version 3"),
         ("alter table requests drop column reason", "no such column: reason: repair it"),
         ("drop table requests", ""),
     ],

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from bascule.checks import shown
 from bascule.errors import ConfigError
 from bascule.generate import tiny
 from bascule.generate.options import IMAGE, Prompt, read_picture, variant_of
@@ -82,26 +83,6 @@ def media_of(
     return (output[0] if is_video else output), sound
 
 
-def enable_tiles(pipeline: Any) -> None:
-    """Enable tiling in a pipeline's VAE; ConfigError if it cannot tile."""
-    vae: Any = getattr(pipeline, "vae", None)
-    try:
-        vae.enable_tiling()
-    except (AttributeError, NotImplementedError):  # diffusers has both
-        what = "this pipeline has no VAE"
-        if vae is not None:
-            what = f"the {type(vae).__name__} of this pipeline cannot tile"
-        raise ConfigError(f"--tiles: {what}: leave it out") from None
-
-
-def _multiple_of(pipeline: Any) -> int:
-    """Return the pixels that a side must be a multiple of; 1 if the pipeline does not tell."""
-    processors = (getattr(pipeline, f"{kind}_processor", None) for kind in ("image", "video"))
-    configs = (getattr(processor, "config", None) for processor in processors)
-    factors = (getattr(config, "vae_scale_factor", None) for config in configs)
-    return next((factor for factor in factors if isinstance(factor, int)), 1)
-
-
 def check_prompt(
     pipeline: Any, prompt: Prompt, takes: Mapping[str, Any], *, num_pictures: int | None
 ) -> None:
@@ -111,14 +92,20 @@ def check_prompt(
     image on purpose ("image" is ""), and None if it does not say.
     """
     arguments, kind = arguments_of(prompt, takes), type(pipeline).__name__
+    if num_pictures and "image" not in takes:
+        raise ConfigError(f"image: a {kind} takes none: leave it out")
     if (num_pictures or 0) > 1 and not _SEVERAL.fullmatch(kind):
-        raise ConfigError(f"a {kind} takes one picture, not {num_pictures}: give one image")
+        raise ConfigError(f"image: a {kind} takes one picture, not {num_pictures}: give one")
     if "image" in takes and not num_pictures:
         needed = takes["image"].default is inspect.Parameter.empty or _FROM_PICTURES.search(kind)
         if needed or (num_pictures is None and "Kontext" in kind):
-            advice = "give image" if needed else "give image, or an empty one to do without"
-            raise ConfigError(f"a {kind} makes outputs from a picture: {advice}")
-    multiple, sides = _multiple_of(pipeline), {"width": prompt.width, "height": prompt.height}
+            advice = "give one" if needed else "give one, or an empty one to do without"
+            raise ConfigError(f"image: a {kind} makes outputs from a picture: {advice}")
+    processors = (getattr(pipeline, f"{media}_processor", None) for media in ("image", "video"))
+    configs = (getattr(processor, "config", None) for processor in processors)
+    factors = (getattr(config, "vae_scale_factor", None) for config in configs)
+    multiple = next((factor for factor in factors if isinstance(factor, int)), 1)  # of a side
+    sides = {"width": prompt.width, "height": prompt.height}
     if "max_area" in takes and len(set(map(bool, sides.values()))) > 1:
         raise ConfigError(f"a {kind} would scale both sides: give width and height, or neither")
     made = {name: side // multiple * multiple or multiple for name, side in sides.items() if side}
@@ -178,8 +165,8 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
             continue
         argument = names.get(name, name)
         if argument not in takes:
-            what = f"{name} is {value!r}"
-            raise ConfigError(f"this pipeline takes no {argument}, and {what}: leave it out")
+            what = f"{name} is {shown(value)}, and this pipeline takes no {argument}"
+            raise ConfigError(f"{what}: leave it out")
         arguments[argument] = value
         if name == "image":
             pictures = list(map(read_picture, prompt.images))

@@ -17,15 +17,8 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import ConfigError
-from bascule.generate.generating import (
-    arguments_of,
-    check_prompt,
-    check_size,
-    is_guided,
-    media_of,
-    write_media,
-    write_record,
-)
+from bascule.generate import generating
+from bascule.generate.generating import arguments_of, check_prompt, check_size
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, read_prompts
 from bascule.plan.requests import Balanced, Queue
 from bascule.serve.adapters import load_on_all
@@ -58,7 +51,7 @@ class Generation(Sink):
                 check_prompt(pipeline, prompt, self._takes, num_pictures=num_pictures)
             except ConfigError as error:
                 raise ConfigError(f"{self._where.format(place + 1)}{error}") from None
-        are_guided = all(is_guided(prompt, self._takes) for prompt in self.prompts)
+        are_guided = all(generating.is_guided(prompt, self._takes) for prompt in self.prompts)
         groups = 2 if are_guided and options.cache is None else 1  # one for each branch
         num_groups = options.guidance_ranks or groups
         self._engine = start_engine(options, pipeline, num_groups)
@@ -166,7 +159,7 @@ class Generation(Sink):
         try:
             place = self.names.index(task.id)
             is_video = task.id.endswith(VIDEO)
-            frames, sound = media_of(self._pipeline, output, is_video=is_video)
+            frames, sound = generating.media_of(self._pipeline, output, is_video=is_video)
             frames = frames if is_video else frames[:1]
             width, height = frames[0].size
             sizes = {"width": width, "height": height, "frames": len(frames)}
@@ -175,8 +168,8 @@ class Generation(Sink):
             seconds["decode"] = task.last.seconds if task.last is not None else 0.0
             record = {"file": task.id, **self._settings, **asdict(task.prompt), "seconds": seconds}
             path = self._options.out / task.id
-            write_record(path.with_suffix(".json"), record)
-            write_media(path, frames, task.prompt.fps or self._options.fps, sound)
+            generating.write_record(path.with_suffix(".json"), record)
+            generating.write_media(path, frames, task.prompt.fps or self._options.fps, sound)
             self._records.append(record)
             took = quantities.seconds(sum(seconds.values()))
             logging.getLogger(__name__).info("%s is done after %s", task.id, took)

@@ -337,15 +337,20 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     for field in fields(Prompt)[1:-1]:
         if (value := getattr(options, field.name)) not in (None, ()):
             common[field.name] = value
-    rows = [("--prompt", {"prompt": text}) for text in options.prompt] or list(_rows(options))
+    rows: list[tuple[str, Any]] = [("--prompt", {"prompt": text}) for text in options.prompt]
+    if (path := options.prompts) is not None:
+        if path.suffix in (".jsonl", ".json"):
+            rows = list(read_json_lines(path))
+        else:
+            lines = map(str.strip, read_lines(path))
+            rows = [(f"{path}", {"prompt": line}) for line in lines if line]
     if not rows:
-        raise ConfigError(f"--prompts {options.prompts}: has no prompt: give one per line")
-    folder = Path() if options.prompts is None else options.prompts.parent
+        raise ConfigError(f"--prompts {path}: has no prompt: give one per line")
     prompts = list[Prompt]()
     for place, (where, row) in enumerate(rows):
         try:
             settings: dict[str, Any] = common | {"seed": options.seed + place}
-            settings |= _checked(row, folder) if options.prompts else row
+            settings |= _checked(row, path.parent) if path is not None else row
             prompts.append(prompt := Prompt(**settings))
             check_options(prompt)
             for image in prompt.images:
@@ -355,17 +360,6 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     return prompts
-
-
-def _rows(options: GenerateOptions) -> Iterator[tuple[str, Any]]:
-    """Yield where each line of the file stands ("FILE, line 3"), and what it holds."""
-    path = options.prompts
-    assert path is not None
-    if path.suffix in (".jsonl", ".json"):
-        yield from read_json_lines(path)
-        return
-    lines = (line.strip() for line in read_lines(path))
-    yield from ((f"{path}", {"prompt": line}) for line in lines if line)
 
 
 def _checked(row: Any, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import importlib
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from bascule.serve.status import Refusal, Unknown
 
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.(weight|bias)")
 _SIZES = {"A": ("in_features", "in_channels"), "B": ("out_features", "out_channels")}
+_log = logging.getLogger(__name__)
 _OTHER = "give one that was trained for this model"
 
 
@@ -225,6 +226,11 @@ class _Change:
     reasons: dict[int, str] = field(default_factory=dict[int, str])  # by rank; "": it is done
 
 
+def _report(answer: Future[None]) -> None:
+    if error := answer.exception():
+        _log.warning("%s", error)
+
+
 class Shelf:
     """The adapters that all ranks of a server have, and orders to change them; on rank 0.
 
@@ -234,10 +240,18 @@ class Shelf:
     Args:
         digests: Of the files of adapters that all ranks have loaded, by name.
         folder: Where `find` looks for others; None: nowhere.
+        remember: Called with the name of an adapter that was loaded (True), or is gone (False).
     """
 
-    def __init__(self, orders: Orders, digests: Mapping[str, str], folder: Path | None) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        digests: Mapping[str, str],
+        folder: Path | None,
+        remember: Callable[[str, bool], None],
+    ) -> None:
         self._orders, self.digests, self._folder = orders, dict(digests), folder
+        self._remember = remember
         self._changes: dict[str, _Change] = {}  # by number, until all ranks have answered
         self._numbers = count()
         self._end: Refusal | None = None  # why ranks follow no more orders
@@ -249,7 +263,7 @@ class Shelf:
         folder = self._folder.resolve()
         paths = [folder / name, folder / f"{name}.safetensors"]
         if not (there := [path for path in paths if path.exists()]):
-            raise Unknown(f"there is no LoRA {name!r} in this server's folder")
+            raise Refusal(404, f"there is no LoRA {name!r} in this server's folder", "name")
         if folder not in (file := adapter_file(there[0]).resolve()).parents:
             raise Refusal(400, f"LoRA {name!r} is outside of the folder: copy it there", "name")
         return file
@@ -258,7 +272,8 @@ class Shelf:
         """Let all ranks load an adapter; the result arrives when all have it, or one failed."""
         loading = [change.name for change in self._changes.values() if change.digest is not None]
         if name in self.digests or name in loading:
-            raise Refusal(409, f"LoRA {name!r} is loaded already: DELETE /v1/loras/{name} first")
+            text = f"LoRA {name!r} is loaded already: DELETE /v1/loras/{name} first"
+            raise Refusal(409, text, "name")
         return self._order(name, path, digest)
 
     def remove(self, name: str) -> Future[None]:
@@ -268,16 +283,17 @@ class Shelf:
             raise Unknown(f"there is no LoRA {name!r}; loaded: {loaded}")
         return self._order(name)
 
-    def reload(self, choice: Iterable[Lora]) -> str:
-        """Load what a request of an earlier server needs; return why that cannot be, or "".
+    def reload(self, names: Iterable[str]) -> str:
+        """Load again what an earlier server had; return why that cannot be, or "".
 
-        The ranks follow the order before any later one, so the request need not wait for it.
+        The ranks follow the order before any later one, so no request need wait for it.
         """
-        for name in [lora.name for lora in choice if lora.name not in self.digests]:
+        for name in [name for name in names if name not in self.digests]:
             try:
                 path = self.find(name)
-                self._order(name, path, digest := digest_of(path))
+                self._order(name, path, digest := digest_of(path)).add_done_callback(_report)
             except (ConfigError, Refusal, OSError) as error:
+                self._remember(name, False)
                 return f"LoRA {name!r} is gone: {error}"
             self.digests[name] = digest
         return ""
@@ -301,7 +317,9 @@ class Shelf:
         if len(change.reasons) < self._orders.world_size:
             return
         del self._changes[event.request_id]
-        if failed := {rank: reason for rank, reason in change.reasons.items() if reason}:
+        failed = {rank: reason for rank, reason in change.reasons.items() if reason}
+        self._remember(change.name, change.digest is not None and not failed)
+        if failed:
             rank, reason = min(failed.items())
             if len(set(change.reasons.values())) > 1:  # no rank may have what another one lacks
                 reason = f"rank {rank}: {reason}"

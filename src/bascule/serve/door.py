@@ -29,22 +29,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Send
 
 from bascule.generate.options import VIDEO, Prompt
-from bascule.serve import schema
-from bascule.serve.forms import (
-    ContentQuery,
-    Form,
-    Format,
-    ImageForm,
-    ListQuery,
-    LoraForm,
-    VideoForm,
-    check_model,
-    key_of,
-    picture,
-    prompts_of,
-    queried,
-    read,
-)
+from bascule.serve import forms, schema
+from bascule.serve.forms import Format, ImageForm, VideoForm
 from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Closing, Refusal, Status
@@ -59,8 +45,8 @@ _GRACE_S = 3  # for open answers at the end
 _VIDEO_STATUS = {"waiting": "queued", "running": "in_progress", "paused": "in_progress"}
 _VIDEO_STATUS |= {"done": "completed", "failed": "failed", "cancelled": "failed"}
 _EVENTS = "text/event-stream"
+_IMAGES, _EDITS = "/v1/images/generations", "/v1/images/edits"
 _CONTENT = {media: {} for media in ("image/png", "image/jpeg", "image/webp", "video/mp4")}
-_MEDIA = {".png": "image/png", ".mp4": "video/mp4"}
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -90,15 +76,16 @@ class Door:
         self._is_open, self._is_closing = threading.Event(), False
         self._calls, self._decodes, self._health_calls = map(CapacityLimiter, (16, 2, 4))
         self._started_at = int(time.time())
-        app = FastAPI(title="bascule serve", docs_url=None, redoc_url=None, lifespan=self._lifespan)
+        more: Any = {"lifespan": self._lifespan, "telemetry": {"operation_spans": False}}
+        app = FastAPI(title="bascule serve", docs_url=None, redoc_url=None, **more)
         for kind in (*CLIENT_ERRORS, Exception):
             app.add_exception_handler(kind, answer)
         image_body, video_body = schema.body_of(ImageForm), schema.body_of(VideoForm)
         either_body = video_body if self._form is VideoForm else image_body
-        content, pages = schema.query_of(ContentQuery), schema.query_of(ListQuery)
+        content, pages = schema.query_of(forms.ContentQuery), schema.query_of(forms.ListQuery)
         for method, path, handler, model, extra in (
-            ("POST", "/v1/images/generations", self._images, schema.IMAGES, image_body),
-            ("POST", "/v1/images/edits", self._images, schema.IMAGES, image_body),
+            ("POST", _IMAGES, self._images, schema.IMAGES, image_body),
+            ("POST", _EDITS, self._images, schema.IMAGES, image_body),
             ("POST", "/v1/videos", self._make_video, schema.VIDEO, video_body),
             ("GET", "/v1/videos", self._list_videos, schema.VIDEOS, pages),
             ("POST", "/v1/videos/sync", self._video_now, {"video/mp4": {}}, video_body),
@@ -108,7 +95,7 @@ class Door:
             ("GET", "/v1/models", self._models, schema.MODELS, None),
             ("GET", "/v1/models/{name}", self._model, schema.MODEL, None),
             ("GET", "/v1/loras", self._list_loras, schema.LORAS, None),
-            ("POST", "/v1/loras", self._load_lora, schema.LORA, schema.json_of(LoraForm)),
+            ("POST", "/v1/loras", self._load_lora, schema.LORA, schema.body_of(forms.LoraForm)),
             ("DELETE", "/v1/loras/{name}", self._remove_lora, schema.LORA_REMOVED, None),
             ("POST", "/v1/requests", self._make, schema.MADE, either_body),
             ("GET", "/v1/requests", self._list, schema.REQUESTS, None),
@@ -126,16 +113,10 @@ class Door:
             is_json = not isinstance(model, dict)
             said = {"description": "done"} | ({"model": model} if is_json else {"content": model})
             refused = {"description": "refused, and why", "model": schema.ERROR}
-            app.add_api_route(
-                path,
-                handler,
-                methods=[method],
-                status_code=status,
-                response_model=None,
-                response_class=JSONResponse if is_json else Response,
-                responses={status: said, "default": refused},
-                openapi_extra=extra,
-            )
+            about: Any = {"responses": {status: said, "default": refused}, "openapi_extra": extra}
+            about |= {"response_class": JSONResponse if is_json else Response}
+            about |= {"response_model": None, "status_code": status}
+            app.add_api_route(path, handler, methods=[method], **about)
             if handler in (self._health, self._page, self._content):  # proxies and curl -I ask
                 app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
         self._app = app
@@ -157,19 +138,11 @@ class Door:
         listener = self._options.listen()
         host, port = listener.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        config = uvicorn.Config(
-            Guard(self._app, self._options, most_open),
-            http=Connection,
-            loop="asyncio",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            headers=[("X-Content-Type-Options", "nosniff")],
-            limit_concurrency=most_open,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
+        settings: Any = {"http": Connection, "loop": "asyncio", "ws": "none", "lifespan": "on"}
+        settings |= {"log_config": None, "access_log": False, "server_header": False}
+        settings |= {"limit_concurrency": most_open, "timeout_graceful_shutdown": _GRACE_S}
+        settings["headers"] = [("X-Content-Type-Options", "nosniff")]
+        config = uvicorn.Config(Guard(self._app, self._options, most_open), **settings)
         for name in ("uvicorn.error", "python_multipart.multipart", "opentelemetry.trace"):
             logging.getLogger(name).setLevel(logging.ERROR)  # they warn of clients' mistakes
         self._server = uvicorn.Server(config)
@@ -183,7 +156,6 @@ class Door:
 
     def stop(self) -> None:
         """Answer all waiting calls with 503, and end the thread."""
-        self._service.on_change = None
         self._loop.call_soon_threadsafe(self._close)
         self._server.should_exit = True
         self._thread.join()
@@ -231,42 +203,36 @@ class Door:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _check_kind(self, kind: type[Form]) -> None:
+    def _check_kind(self, kind: type[forms.Form]) -> None:
         if kind is not self._form:
-            path = "/v1/images/generations" if self._form is ImageForm else "/v1/videos"
+            path = _IMAGES if self._form is ImageForm else "/v1/videos"
             name = self._options.model_name
             raise Refusal(404, f"{name} makes {self._service.kind}s: use {path}")
 
-    async def _submit(
-        self, request: Request, kind: type[Form], *, with_image: bool | None, is_later: bool = False
-    ) -> Any:
+    async def _submit(self, request: Request, kind: type[forms.Form]) -> Any:
         """Submit the requests of a call; return its fields, and the status of each request."""
         self._check_kind(kind)
-        name = self._options.model_name
-        form, sent = await read(request, kind, self._options)
-        if is_later and isinstance(form, ImageForm):
+        form, sent = await forms.read(request, kind, self._options)
+        path = request.url.path
+        if path == "/v1/requests" and isinstance(form, ImageForm):
             form.check_later()
-        if sent is not None and (with_image is False or not self._service.takes_image):
-            why = "use /v1/images/edits" if self._service.takes_image else "leave it out"
-            raise Refusal(400, f"{name} takes no image here: {why}", "image")
-        if sent is None and with_image:
+        if sent and path == _IMAGES and self._service.takes_image:
+            raise Refusal(400, f"image: {path} takes none: use {_EDITS}", "image")
+        if not sent and path == _EDITS:
             raise Refusal(400, "image is missing: give it", "image")
-        image = None
-        if sent is not None:
-            decode = partial(picture, sent, self._options.max_pixels)
-            image = await to_thread.run_sync(decode, limiter=self._decodes)
-        must, key = form.must_meet_deadline, key_of(request, form, image)
-        submit = partial(self._service.submit, must_meet_deadline=must, key=key)
-        submit = partial(submit, parent=parent_of(request.headers))
-        prompts = prompts_of(form, self._options)
-        statuses = await self._call(submit, prompts, image, form.deadline_s)
+        images, decode = list[bytes](), partial(forms.picture, most=self._options.max_pixels)
+        for item in sent:
+            images.append(await to_thread.run_sync(decode, item, limiter=self._decodes))
+        key, prompts = forms.key_of(request, form, images), forms.prompts_of(form, self._options)
+        facts: Any = {"must_meet_deadline": form.must_meet_deadline, "key": key}
+        submit = partial(self._service.submit, **facts, parent=parent_of(request.headers))
+        statuses = await self._call(submit, prompts, images, form.deadline_s)
         request.state.has_key, request.state.is_accepted = key is not None, key is None
         return form, statuses
 
     async def _images(self, request: Request) -> Any:
         """Make images, and answer when all are done; with `stream`, send each as an event."""
-        is_edit = request.url.path.endswith("/edits")
-        form, statuses = await self._submit(request, ImageForm, with_image=is_edit)
+        form, statuses = await self._submit(request, ImageForm)
         ids, data = [status.id for status in statuses], list[dict[str, Any]]()
         if form.stream:
             return _Events(self._image_events(request, ids, form))
@@ -283,15 +249,15 @@ class Door:
             else:
                 row["b64_json"] = await self._in_base64(path, form)
             data.append(row)
-        created, kind = int(statuses[0].created_at), form.output_format
-        return {"created": created, "output_format": kind, "data": data}
+        created = int(statuses[0].created_at)
+        return {"created": created, "output_format": form.output_format, "data": data}
 
     async def _image_events(
         self, request: Request, ids: Sequence[str], form: ImageForm
     ) -> AsyncIterator[str]:
         """Yield an event for each image in order, as soon as it is done; an error ends them."""
-        left, is_edit = list(ids), request.url.path.endswith("/edits")
-        kind = "image_edit.completed" if is_edit else "image_generation.completed"
+        left, what = list(ids), "edit" if request.url.path == _EDITS else "generation"
+        kind = f"image_{what}.completed"
         try:
             for request_id in ids:
                 async with aclosing(self._changes(request_id)) as changes:
@@ -350,19 +316,19 @@ class Door:
 
     async def _result(self, status: Status) -> Path:
         """Return the output's path of a request; Refusal if there is none."""
+        if status.state == "done":
+            return await self._call(self._service.result, status.id)
+        number, code, what = 409, "not_done", f"is {status.state}: ask again when it is done"
         if status.state == "failed":
-            message = f"request {status.id} failed: {status.reason}"
-            raise Refusal(500, message, code="request_failed", headers=NO_RETRY)
-        if status.state == "cancelled":
-            raise Refusal(410, f"request {status.id} was cancelled", code="request_cancelled")
-        if status.state != "done":
-            message = f"request {status.id} is {status.state}: ask again when it is done"
-            raise Refusal(409, message, code="request_not_done", headers=NO_RETRY)
-        return await self._call(self._service.result, status.id)
+            number, code, what = 500, "failed", f"failed: {status.reason}"
+        elif status.state == "cancelled":
+            number, code, what = 410, "cancelled", "was cancelled"
+        text = f"request {status.id} {what}"
+        raise Refusal(number, text, code=f"request_{code}", headers=NO_RETRY)
 
     async def _make(self, request: Request) -> Any:
         """Make images or a video, without waiting."""
-        _, statuses = await self._submit(request, self._form, with_image=None, is_later=True)
+        _, statuses = await self._submit(request, self._form)
         return _list_of(map(_row, statuses))
 
     async def _list(self) -> Any:
@@ -385,10 +351,10 @@ class Door:
 
     async def _content(self, request: Request, request_id: str) -> Any:
         """Send an output: a video, or an image in the format that the query names."""
-        query = queried(request, ContentQuery)
+        query = forms.queried(request, forms.ContentQuery)
         path = await self._result(await self._call(self._service.status, request_id))
         if query.output_format == "png":
-            return FileResponse(path, media_type=_MEDIA[path.suffix])
+            return FileResponse(path)
         if path.suffix == VIDEO:
             raise Refusal(400, "output_format: videos are MP4: leave it out", "output_format")
         media = f"image/{query.output_format}"
@@ -408,16 +374,16 @@ class Door:
 
     async def _make_video(self, request: Request) -> Any:
         """Make a video, and answer at once with its id."""
-        _, (status,) = await self._submit(request, VideoForm, with_image=None)
+        _, (status,) = await self._submit(request, VideoForm)
         return self._video(status)
 
     async def _video_now(self, request: Request) -> Any:
         """Make a video, and answer with the MP4."""
-        _, (status,) = await self._submit(request, VideoForm, with_image=None)
+        _, (status,) = await self._submit(request, VideoForm)
         (status,) = await self._until_done(request, [status.id])
         path, took_s = await self._result(status), (status.ended_at or 0.0) - status.created_at
         headers = {"X-Request-Id": status.id, "X-Inference-Time-S": f"{took_s:.3f}"}
-        return FileResponse(path, media_type=_MEDIA[VIDEO], headers=headers)
+        return FileResponse(path, headers=headers)
 
     async def _get_video(self, request_id: str) -> Any:
         """Show a video's state."""
@@ -426,9 +392,9 @@ class Door:
     async def _list_videos(self, request: Request) -> Any:
         """List videos, the newest first."""
         self._check_kind(VideoForm)
-        query = queried(request, ListQuery)
-        page = partial(self._service.page, oldest_first=query.order == "asc")
-        statuses = await self._call(page, query.limit + 1, query.after)
+        query = forms.queried(request, forms.ListQuery)
+        asked = query.limit + 1, query.after, query.order == "asc"
+        statuses = await self._call(self._service.page, *asked)
         rows = list(map(self._video, statuses[: query.limit]))
         first, last = (rows[0]["id"], rows[-1]["id"]) if rows else (None, None)
         ends = {"first_id": first, "last_id": last, "has_more": len(statuses) > query.limit}
@@ -468,7 +434,7 @@ class Door:
 
     async def _model(self, name: str) -> Any:
         """Show the model."""
-        check_model(name, self._options)
+        forms.check_model(name, self._options)
         model = {"id": self._options.model_name, "object": "model", "owned_by": "bascule"}
         return model | {"created": self._started_at}
 
@@ -476,7 +442,7 @@ class Door:
         return _list_of(map(_lora, await self._call(self._service.loras)))
 
     async def _load_lora(self, request: Request) -> Any:
-        form, _ = await read(request, LoraForm, self._options)
+        form, _ = await forms.read(request, forms.LoraForm, self._options)
         await asyncio.wrap_future(await self._call(self._service.load_lora, form.name))
         return _lora(form.name)
 

@@ -9,7 +9,7 @@ import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,38 +21,44 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import File, FormParser, parse_options_header
 
-from bascule.errors import ConfigError
 from bascule.generate.options import DEFAULTS, Lora, Prompt
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Key, Refusal
 
 _LONGEST_QUOTE = 80
 _MOST_SEED = 2**63 - 1
+_MOST_PICTURES = 16  # of a call
 _MOST_PARTS = 68  # of a multipart form
 _MOST_VALUES = 10_000  # in JSON, beside commas and brackets in texts
 _LONGEST_SIDE = 2**15
+_SIZE, _NAME = r"^(auto|[1-9]\d{0,8}x[1-9]\d{0,8})$", "^[A-Za-z0-9._-]{1,100}$"
 _CHARSETS = "utf-8", "utf8", "us-ascii", "ascii"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PICTURES = "image", "image[]", "image_reference", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
 _LONGEST_KEY = 255
+_KINDS = {"string": "text", "integer": "a whole number", "number": "a number"}
+_KINDS |= {"boolean": "true or false"}
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
 
 ALIASES = {"num_inference_steps": "steps", "num_frames": "frames", "num_outputs_per_prompt": "n"}
 ALIASES |= {"guidance_scale": "guidance", "true_cfg_scale": "guidance"}
 """Our fields, by their names on other servers."""
 
-Query = TypeVar("Query", bound=BaseModel)
+_Fields = TypeVar("_Fields", bound=BaseModel)
 
 
-class Form(BaseModel):
-    """Fields of every request; for None, the pipeline chooses the value."""
-
+class _Known(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    prompt: str = Field(min_length=1)
+
+class Form(_Known):
+    """Fields of every request; for None, the pipeline chooses the value."""
+
+    prompt: str = Field(min_length=1, description="text")
     negative_prompt: str | None = None
     model: str | None = None
-    size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,8}x[1-9]\d{0,8})$")
+    size: str = Field("auto", pattern=_SIZE, description="WxH in pixels, such as 512x768, or auto")
     steps: int | None = Field(None, ge=1)
     guidance: float | None = Field(None, ge=0, le=1e6)
     seed: int | None = Field(None, ge=0, le=_MOST_SEED)
@@ -63,10 +69,8 @@ class Form(BaseModel):
     safety_identifier: str | None = None
 
 
-class Format(BaseModel):
+class Format(_Known):
     """The format of an image; the compression is the quality of JPEG and WebP, 100 by default."""
-
-    model_config = ConfigDict(extra="forbid")
 
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: int | None = Field(None, ge=0, le=100)
@@ -74,8 +78,8 @@ class Format(BaseModel):
     def model_post_init(self, context: Any) -> None:
         """Refuse a compression of a format that has none."""
         if self.output_format == "png" and self.output_compression not in (None, 100):
-            message = f"output_compression: PNG has none, and it is {self.output_compression}"
-            raise Refusal(400, f"{message}: give output_format jpeg or webp", "output_compression")
+            text = f"PNG has none, and it is {self.output_compression}"
+            raise _wrong("output_compression", f"{text}: give output_format jpeg or webp")
 
     def encode(self, path: Path) -> bytes:
         """Return a stored PNG in this format."""
@@ -94,7 +98,7 @@ class ImageForm(Format, Form):
     n: int = Field(1, ge=1)
     response_format: Literal["b64_json", "url", "file"] = "b64_json"
     stream: bool = False
-    partial_images: int = Field(0, ge=0, le=0)
+    partial_images: int = Field(0, ge=0, le=0, description="0, as events show whole images")
     quality: Literal["auto", "standard"] = "auto"
     background: Literal["auto", "opaque"] = "auto"
     moderation: Literal["auto", "low"] = "auto"
@@ -103,19 +107,19 @@ class ImageForm(Format, Form):
         """Refuse an answer that no client could mean."""
         super().model_post_init(context)
         if self.response_format == "file" and self.n > 1:
-            message = f"n: {self.n} images do not fit in one file: give 1, or another"
-            raise Refusal(400, f"{message} response_format", "n")
+            text = f"{self.n} images do not fit in one file: give 1, or another response_format"
+            raise _wrong("n", text)
         if self.stream and self.response_format != "b64_json":
-            message = f"response_format: events carry b64_json, not {self.response_format!r}"
-            raise Refusal(400, f"{message}: leave it out", "response_format")
+            text = f"events carry b64_json, not {self.response_format!r}: leave it out"
+            raise _wrong("response_format", text)
 
     def check_later(self) -> None:
         """Refuse settings of images in an answer, for a call that answers before they are made."""
-        if self.stream or self.output_format != "png":
-            name, path = "output_format", "/v1/requests/{id}/content?output_format=.."
-            if self.stream:
-                name, path = "stream", "/v1/images/generations"
-            raise Refusal(400, f"{name}: no image is made yet: use {path}", name)
+        if self.stream:
+            raise _wrong("stream", "no image is made yet: use /v1/images/generations")
+        if self.output_format != "png":
+            path = "/v1/requests/{id}/content?output_format=.."
+            raise _wrong("output_format", f"no image is made yet: use {path}")
 
 
 class VideoForm(Form):
@@ -125,19 +129,9 @@ class VideoForm(Form):
     frames: int | None = Field(None, ge=1)
     fps: int | None = Field(None, ge=1, le=1000)
 
-    def num_frames(self, fps: int) -> int | None:
-        """Return the number of frames; the first frame is at 0 s. Refuse two lengths."""
-        if self.seconds is None:
-            return self.frames
-        if self.frames is not None:
-            raise Refusal(400, "seconds and frames both set a length: give one of them", "frames")
-        return round(self.seconds * fps) + 1
 
-
-class ListQuery(BaseModel):
+class ListQuery(_Known):
     """Query of a list of videos."""
-
-    model_config = ConfigDict(extra="forbid")
 
     limit: int = Field(20, ge=1, le=100)
     after: str | None = None
@@ -147,19 +141,17 @@ class ListQuery(BaseModel):
 class ContentQuery(Format):
     """Query of an output; images have a format."""
 
-    variant: Literal["video"] | None = None
+    variant: Literal["video"] | None = Field(None, description="video")
 
 
-class LoraForm(BaseModel):
+class LoraForm(_Known):
     """Fields of a call that loads a LoRA adapter."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(pattern="^[A-Za-z0-9._-]{1,100}$")
+    name: str = Field(pattern=_NAME, description="1 to 100 letters, digits, dots, - or _")
 
 
-async def read(request: Request, kind: type[Any], options: ServeOptions) -> tuple[Any, Any]:
-    """Return the fields of a call, and its picture as the client sent it, or None."""
+async def read(request: Request, kind: type[Any], options: ServeOptions) -> tuple[Any, list[Any]]:
+    """Return the fields of a call, and its pictures as the client sent them."""
     media, settings = parse_options_header(request.headers.get("content-type"))
     _check_charset(settings)
     if media == b"multipart/form-data":
@@ -170,38 +162,45 @@ async def read(request: Request, kind: type[Any], options: ServeOptions) -> tupl
     else:
         sent = _quoted(media.decode("latin-1"))
         raise Refusal(415, f"Content-Type {sent}: send application/json or multipart/form-data")
-    pictures = [value for name, value in pairs if name in _PICTURES and value is not None]
-    if len(pictures) > 1:
-        raise Refusal(400, f"image: {len(pictures)} pictures are too many: give one", "image")
-    pairs = [(name, value) for name, value in pairs if name not in _PICTURES]
-    fields = {name: value for name, value in _checked(pairs).items() if value is not None}
-    try:
-        return kind.model_validate(_renamed(fields)), pictures[0] if pictures else None
-    except ValidationError as error:
-        raise _refusal(error, kind, options.max_pixels) from None
+    pictures, others = list[Any](), list[tuple[str, Any]]()
+    for name, value in pairs:
+        if name not in _PICTURES or not issubclass(kind, Form):
+            others.append((name, value))
+        elif value is not None:
+            pictures += value if isinstance(value, list) else [value]
+    if (num := len(pictures)) > _MOST_PICTURES:
+        raise _wrong("image", f"{num} pictures are too many: give at most {_MOST_PICTURES}")
+    fields = {name: value for name, value in _checked(others).items() if value is not None}
+    return _validated(kind, _renamed(fields)), pictures
 
 
-def queried(request: Request, kind: type[Query]) -> Query:
+def queried(request: Request, kind: type[_Fields]) -> _Fields:
     """Return the settings in the query of a call."""
+    return _validated(kind, _checked(request.query_params.multi_items()))
+
+
+def _wrong(name: str, text: str) -> Refusal:
+    return Refusal(400, f"{name}: {text}", name)
+
+
+def _validated(kind: type[_Fields], fields: dict[str, Any]) -> _Fields:
+    """Return fields as a form; Refusal of the first one that is wrong."""
     try:
-        return kind.model_validate(_checked(request.query_params.multi_items()))
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error, kind) from None
-
-
-def _refusal(error: ValidationError, kind: type[BaseModel], max_pixels: int = 0) -> Refusal:
-    """Return a sentence on the first thing that is wrong with fields."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    name, value = ".".join(map(str, first["loc"])), _quoted(first["input"])
-    message = f"{name}: {first['msg']}, not {value}"
-    if first["type"] == "extra_forbidden":
-        message = f"{_quoted(name)} is not known: give some of {', '.join(kind.model_fields)}"
-    elif name == "size":
-        message = f"size {value}: give WxH in pixels, such as 512x768, or auto; "
-        message += f"at most {max_pixels:,} pixels"
-    elif first["type"] == "missing":
-        message = f"{name} is missing: give it"
-    return Refusal(400, message, name)
+        fault = error.errors(include_url=False, include_context=False)[0]
+    name = str(fault["loc"][0])
+    text = f"{name} is missing: give it"
+    if fault["type"] == "extra_forbidden":
+        text = f"{_quoted(name)} is not known: give some of {', '.join(kind.model_fields)}"
+    elif fault["type"] != "missing":
+        field = kind.model_json_schema()["properties"][name]
+        plain = field.get("anyOf", [field])[0]
+        bounds = [f"{words} {plain[key]:,}" for key, words in _BOUNDS.items() if key in plain]
+        rule = field.get("description") or " or ".join(plain.get("enum", ()))
+        rule = rule or ", ".join([_KINDS[plain["type"]], *bounds])
+        text = f"{name} is {_quoted(fault['input'])}: give {rule}"
+    raise Refusal(400, text, name)
 
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
@@ -211,11 +210,11 @@ def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
     if any(side is not None for side in sides):
         if None in sides:
             name = ("height", "width")[sides[0] is None]
-            raise Refusal(400, f"{name} is missing: give width and height, or size", name)
+            raise _wrong(name, "is missing: give width and height, or size")
         fields |= {"width and height": "x".join(map(str, sides))}
     if "true_cfg_scale" in fields and not fields.get("negative_prompt"):
-        message = "true_cfg_scale: steers away from a negative_prompt: give one, or guidance"
-        raise Refusal(400, message, "true_cfg_scale")
+        text = "steers away from a negative_prompt: give one, or guidance"
+        raise _wrong("true_cfg_scale", text)
     for alias, value in fields.items():
         name = {**ALIASES, "width and height": "size"}.get(alias, alias)
         value = "jpeg" if (name, value) == ("output_format", "jpg") else value
@@ -228,7 +227,7 @@ def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def key_of(request: Request, form: Form, image: bytes | None) -> Key | None:
+def key_of(request: Request, form: Form, images: Sequence[bytes]) -> Key | None:
     """Return the key of a call, if it has one, with a digest of all that the call asks for."""
     if (name := request.headers.get("idempotency-key")) is None:
         return None
@@ -236,8 +235,8 @@ def key_of(request: Request, form: Form, image: bytes | None) -> Key | None:
         message = f"Idempotency-Key {_quoted(name)}: give 1 to {_LONGEST_KEY} ASCII characters"
         raise Refusal(400, message, "Idempotency-Key")
     asked = [request.url.path, form.model_dump(exclude_defaults=True)]
-    text = json.dumps(asked, sort_keys=True).encode() + b"\n" + (image or b"")
-    return Key(name, hashlib.sha256(text).hexdigest())
+    parts = [json.dumps(asked, sort_keys=True).encode(), *images]
+    return Key(name, hashlib.sha256(b"\n".join(parts)).hexdigest())
 
 
 def _check_charset(settings: Mapping[bytes, bytes]) -> None:
@@ -267,7 +266,7 @@ def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if nums[name] > 1:
             raise Refusal(400, f"{_quoted(name)} comes several times: give it once", shown)
         if isinstance(value, bool) and name not in ("must_meet_deadline", "stream"):
-            raise Refusal(400, f"{_quoted(name)} is {value}: give a number or text", shown)
+            raise Refusal(400, f"{shown} is {value}: give a number or text", shown)
         texts = [text for text in (name, value) if isinstance(text, str) and not text.isascii()]
         if any(map(_SURROGATE.search, texts)):
             message = f"{_quoted(name)} holds half of a surrogate pair: send whole characters"
@@ -279,10 +278,9 @@ async def _fields_of(request: Request, boundary: bytes) -> list[tuple[str, Any]]
     """Return the fields of a multipart form: names, and texts or the bytes of files."""
     parts, ends = list[Any](), list[bool]()
     settings = {"MAX_MEMORY_FILE_SIZE": math.inf, "UPLOAD_ERROR_ON_BAD_CTE": True}
-    callbacks: Any = parts.append, parts.append, lambda: ends.append(True)
-    options: Any = boundary, None, settings
+    more: Any = parts.append, parts.append, lambda: ends.append(True), boundary, None, settings
     try:
-        parser = FormParser("multipart/form-data", *callbacks, *options)
+        parser = FormParser("multipart/form-data", *more)
         async for chunk in request.stream():
             parser.write(chunk)
             if len(parts) > _MOST_PARTS:
@@ -319,8 +317,11 @@ def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
         size = dict(zip(("width", "height"), map(int, form.size.split("x")), strict=True))
     frames = fps = None
     if isinstance(form, VideoForm):
-        fps = form.fps or options.fps
-        frames = form.num_frames(fps)
+        frames, fps = form.frames, form.fps or options.fps
+        if form.seconds is not None:
+            if frames is not None:
+                raise _wrong("frames", "seconds and frames both set a length: give one of them")
+            frames = round(form.seconds * fps) + 1  # the first is at 0 s
     num, most_chars = getattr(form, "n", 1), options.max_prompt_chars
     for name, value, most, unit in (
         ("prompt", len(form.prompt), most_chars, "characters"),
@@ -332,32 +333,32 @@ def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
         ("n", num, options.max_images, "images"),
     ):
         if value is not None and value > most:
-            message = f"{name}: {value:,} {unit} are too many: give at most {most:,} here"
-            raise Refusal(400, message, name)
+            raise _wrong(name, f"{value:,} {unit} are too many: give at most {most:,} here")
     fields = {name: getattr(form, name) for name in ("negative_prompt", "steps", "guidance")}
     fields |= {**size, "frames": frames, "fps": fps}
     fields = {name: value for name, value in fields.items() if value is not None}
     settings = DEFAULTS.get(options.model, {}) | fields
     seed = secrets.randbelow(2**31) if form.seed is None else form.seed
     if seed + num - 1 > _MOST_SEED:
-        raise Refusal(400, f"seed: {seed} is too large: give at most {_MOST_SEED}", "seed")
+        raise _wrong("seed", f"{seed} is too large for {num} images: give a smaller one")
     first = Prompt(prompt=form.prompt, **settings, seed=seed, lora=_loras(form.lora))
     return [replace(first, seed=seed + number) for number in range(num)]
 
 
 def _loras(value: Any) -> tuple[Lora, ...]:
     """Return the adapters that a client chose, in JSON or, in a form, as its text."""
-    try:
-        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
             value = json.loads(value)
-        settings: dict[str, Any] = {} if value is None else {"lora": value}
-        return Prompt(prompt="", **settings).lora
-    except (ConfigError, ValueError, RecursionError) as error:
-        raise Refusal(400, f"lora: {error}".replace("lora: lora", "lora"), "lora") from None
+        except (ValueError, RecursionError):
+            text = f'{_quoted(value)} is not valid JSON: give [{{"name": NAME, "scale": 0.8}}, ..]'
+            raise _wrong("lora", text) from None
+    loras: Any = () if value is None else value
+    return Prompt(prompt="", lora=loras).lora
 
 
-def picture(sent: Any, max_pixels: int) -> bytes:
-    """Decode a picture that a client sent, and return it as PNG; Refusal if that fails."""
+def picture(sent: Any, most: int) -> bytes:
+    """Return a picture of at most so many pixels that a client sent, as PNG, or refuse it."""
     if isinstance(sent, str) and sent.startswith("{"):  # JSON in a form
         with suppress(ValueError, RecursionError):
             sent = json.loads(sent)
@@ -365,17 +366,17 @@ def picture(sent: Any, max_pixels: int) -> bytes:
         sent = sent.get("image_url")
     if isinstance(sent, str):
         if sent.strip().lower().startswith(("http:", "https:", "file:", "ftp:")):
-            message = "image: no URL is opened here: send the picture, as a file or in base64"
-            raise Refusal(400, message, "image")
+            text = "no URL is opened here: send the picture, as a file or in base64"
+            raise _wrong("image", text)
         try:
             sent = base64.b64decode(sent.rpartition(",")[2], validate=True)
         except (binascii.Error, ValueError):
-            raise Refusal(400, "image: is not valid base64: encode it again", "image") from None
+            raise _wrong("image", "is not valid base64: encode it again") from None
     if not isinstance(sent, bytes):
-        raise Refusal(400, "image: send a file, or text in base64", "image")
+        raise _wrong("image", "send a file, or text in base64")
     try:
         with Image.open(io.BytesIO(sent), formats=_FORMATS) as opened:
-            if opened.width * opened.height <= max_pixels:  # by its header: nothing is decoded yet
+            if opened.width * opened.height <= most:  # by its header: nothing is decoded yet
                 plain = ImageOps.exif_transpose(opened).convert("RGB")
                 plain.info.clear()
                 plain.save(png := io.BytesIO(), "PNG", compress_level=1)
@@ -383,12 +384,12 @@ def picture(sent: Any, max_pixels: int) -> bytes:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         pass
     except Exception:  # PIL raises anything on damaged files
-        message = f"image: cannot be read: send one of {', '.join(_FORMATS)}, whole"
-        raise Refusal(400, message, "image") from None
-    message = f"image: has more than {max_pixels:,} pixels, this server's limit: make it smaller"
-    raise Refusal(400, message, "image")
+        text = f"cannot be read: send one of {', '.join(_FORMATS)}, whole"
+        raise _wrong("image", text) from None
+    raise _wrong("image", f"has more than {most:,} pixels, the limit: make it smaller")
 
 
 def _quoted(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return repr(text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..")
+    text = text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}.."
+    return repr(text) if isinstance(value, str) else text

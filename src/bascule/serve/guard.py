@@ -5,6 +5,7 @@ import hmac
 import re
 import time
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 from fastapi import Request
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bascule.errors import ConfigError
+from bascule.generate.options import Prompt
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Refusal
 
@@ -28,6 +30,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _KEY = {"WWW-Authenticate": "Bearer"}
 _SOON = {"Retry-After": "1"}
 _FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/:'\"]+/)+")  # the folders of a path in a text
+_FIELD = re.compile(rf"({'|'.join(field.name for field in fields(Prompt))})\b")
 NO_RETRY = {"x-should-retry": "false"}  # else OpenAI's client would make a request twice
 
 CLIENT_ERRORS = Refusal, ConfigError, HTTPException, ClientDisconnect
@@ -39,8 +42,10 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
     match error:
         case Refusal():
             refusal = error
-        case ConfigError():
-            refusal = Refusal(400, hide_folders(str(error)))
+        case ConfigError():  # about a setting, it begins with the setting's name
+            match = _FIELD.match(str(error))
+            param = match and re.sub("width|height", "size", match[1])
+            refusal = Refusal(400, hide_folders(str(error)), param)
         case HTTPException():  # of FastAPI: unknown path or method, or a malformed form
             path = f"{request.method} {request.url.path}: " if request else ""
             advice = ": /docs lists what is served" if error.status_code in (404, 405) else ""
@@ -159,9 +164,10 @@ class Connection(H11Protocol):
         self.loop.call_later(_HEADERS_S, self._close_if_silent, None)
         if (excess := len(self.connections) - self._most_open) > 0:
             others = [
-                other
+                other  # whose request, or the rest of its body, the server waits for
                 for other in self.connections
-                if isinstance(other, Connection) and other is not self and other.is_waiting
+                if isinstance(other, Connection) and other is not self
+                if (cycle := other.cycle) is None or cycle.response_complete or cycle.more_body
             ]
             nums, now_s = Counter(other.host for other in others), self.loop.time()
             others.sort(key=lambda other: (-nums[other.host], other.opened_s))
@@ -169,11 +175,6 @@ class Connection(H11Protocol):
                 if now_s - other.opened_s > _NEW_S or len(self.connections) > 2 * self._most_open:
                     self.connections.discard(other)
                     other.transport.close()
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if the server waits for a request, or for the rest of its body."""
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _close_if_silent(self, before: Any) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete

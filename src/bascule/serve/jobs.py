@@ -55,10 +55,7 @@ class Jobs:
         self._writes: dict[str, Future[str | None]] = {}
 
     def run(self) -> None:
-        """Handle events until the engine has ended and all outputs are written.
-
-        An error, which would be a bug of ours, ends the engine.
-        """
+        """Handle events until the engine has ended and outputs are written; an error ends it."""
         try:
             self._orders.tell("asked")
             while self._turn(_POLL_S):

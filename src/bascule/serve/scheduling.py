@@ -89,17 +89,14 @@ class Task(Job):
         arguments: Callable[[], dict[str, Any] | Tensor],
         deadline_s: float = NEVER,
         *,
-        picture: bool = False,
+        num_pictures: int = 0,
     ) -> "Task":
-        """Return the task of a prompt that arrives now; `takes` as in `num_steps_of`.
-
-        `picture` says whether it has an input image.
-        """
+        """Return the task of a prompt that arrives now; `takes` as in `num_steps_of`."""
         size = times.request_size(prompt, takes)
         shape = size, prompt.width, prompt.height, prompt.frames, prompt.fps, prompt.lora
         request = Request(
             step_s=times.step_s(size),
-            batch_key=None if size.num_tokens > _MOST_TOKENS else (*shape, picture),
+            batch_key=None if size.num_tokens > _MOST_TOKENS else (*shape, num_pictures),
             batch_s=times.batch_s(size),
             steps=num_steps_of(prompt, takes),
             arrival_s=time.monotonic(),

@@ -1,14 +1,15 @@
 """What `/openapi.json` says of the server's calls: bodies, queries and answers."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, create_model
 
 from bascule.serve.forms import ALIASES, Form, ImageForm
+from bascule.serve.status import Status
 
 _answer: Any = partial(create_model, __config__=ConfigDict(extra="forbid"))
-_Text, _Count, _Seconds = str | None, int | None, float | None
+_Text = str | None
 
 FAULT = _answer("Fault", message=str, type=str, param=_Text, code=_Text)
 ERROR = _answer("Error", error=FAULT)
@@ -21,35 +22,19 @@ VIDEO = _answer(
     status=Literal["queued", "in_progress", "completed", "failed"],
     progress=int,
     created_at=int,
-    completed_at=_Count,
+    completed_at=int | None,
     error=dict[str, str] | None,
 )
-VIDEOS = _answer(
-    "Videos",
-    object=Literal["list"],
-    data=list[VIDEO],
-    first_id=_Text,
-    last_id=_Text,
-    has_more=bool,
-)
+_PAGE: Any = {"first_id": _Text, "last_id": _Text, "has_more": bool}
+VIDEOS = _answer("Videos", object=Literal["list"], data=list[VIDEO], **_PAGE)
 DELETED = _answer("Deleted", id=str, object=Literal["video.deleted"], deleted=bool)
 MODEL = _answer("Model", id=str, object=Literal["model"], created=int, owned_by=str)
 MODELS = _answer("Models", object=Literal["list"], data=list[MODEL])
 LORA = _answer("Lora", id=str, object=Literal["lora"])
 LORAS = _answer("Loras", object=Literal["list"], data=list[LORA])
 LORA_REMOVED = _answer("LoraRemoved", __base__=LORA, deleted=bool)
-REQUEST = _answer(
-    "Request",
-    **dict.fromkeys(("id", "kind", "state", "reason", "prompt"), str),
-    object=Literal["request"],
-    step=int,
-    num_steps=_Count,
-    ranks=list[int],
-    created_at=float,
-    ended_at=_Seconds,
-    ends_in_s=_Seconds,
-    settings=dict[str, Any],
-)
+_ROW: Any = {"object": Literal["request"], "prompt": str, "settings": dict[str, Any]}
+REQUEST = _answer("Request", **get_type_hints(Status) | _ROW)
 MADE = _answer("Made", object=Literal["list"], data=list[REQUEST])
 REQUESTS = _answer("Requests", __base__=MADE, kind=str, takes_image=bool, model=str, num_ranks=int)
 HEALTH = _answer("Health", status=Literal["ok"])
@@ -63,14 +48,8 @@ def query_of(kind: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def json_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return how OpenAPI describes a body in JSON."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def body_of(kind: type[Form]) -> dict[str, Any]:
-    """Return how OpenAPI describes the body of a call: fields, other names, and the picture."""
+def body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return how OpenAPI describes the body of a call: fields, other names, and the pictures."""
     media = dict[str, Any]()
     for name, picture in (
         ("application/json", {"type": "string", "contentEncoding": "base64"}),
@@ -81,8 +60,10 @@ def body_of(kind: type[Form]) -> dict[str, Any]:
         for alias, field in ALIASES.items():
             if field in fields:
                 fields[alias] = fields[field] | {"description": f"the same as {field}"}
-        for side in ("width", "height"):
-            fields[side] = {"type": "integer", "description": "both give the size"}
-        fields["image" if issubclass(kind, ImageForm) else "input_reference"] = picture
+        if issubclass(kind, Form):
+            for side in ("width", "height"):
+                fields[side] = {"type": "integer", "description": "both give the size"}
+            pictures = {"anyOf": [picture, {"type": "array", "items": picture}]}
+            fields["image" if issubclass(kind, ImageForm) else "input_reference"] = pictures
         media[name] = {"schema": schema}
     return {"requestBody": {"required": True, "content": media}}

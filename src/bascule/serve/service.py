@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from bascule.quantities import seconds
 from bascule.serve.adapters import Shelf, check_names, digest_of
 from bascule.serve.jobs import Jobs, Sink
 from bascule.serve.metrics import Metrics
+from bascule.serve.options import ServeOptions
 from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.spool import Entry, Spool, flush
@@ -55,14 +56,8 @@ class Service(Sink):
     Args:
         pipeline: Pipeline of the engine, to which `orders` go.
         stays: Whether requests keep their ranks; see `Engine.stays`.
-        most_waiting: Most requests that may wait.
-        most_batch: Most requests in a batch.
-        fps: Frames per second of videos.
-        keep_days: Days after which an ended request is removed, with its output.
-        keep_bytes: Bytes of outputs beyond which the oldest are removed.
         saved_by: What made the saved states that may be used: versions and weights.
         loras: Digests of the adapters that all ranks have loaded, by name.
-        lora_folder: Where `load_lora` finds more.
     """
 
     def __init__(
@@ -70,58 +65,54 @@ class Service(Sink):
         pipeline: Any,
         orders: Orders,
         spool: Spool,
+        options: ServeOptions,
         *,
         policy: Policy,
         times: Times,
         stays: bool = False,
-        most_waiting: int = 1000,
-        most_batch: int = 1,
-        fps: int = 16,
-        keep_days: float = NEVER,
-        keep_bytes: float = NEVER,
         saved_by: str = "",
         loras: Mapping[str, str] | None = None,
-        lora_folder: Path | None = None,
     ) -> None:
         self._pipeline, self._orders, self._spool, self._times = pipeline, orders, spool, times
         self._takes = inspect.signature(pipeline.__call__).parameters
         self.kind = "video" if "num_frames" in self._takes else "image"
         self.num_ranks, self.takes_image = orders.num_ranks * orders.size, "image" in self._takes
         # Called with the status of a changed request; must not call the service.
-        self.on_change: Callable[[Status], None] | None = None
-        self._most_waiting, self._fps, self._stays = most_waiting, fps, stays
-        self._keep_days, self._keep_bytes = keep_days, keep_bytes
-        self.lock = threading.Lock()
+        self.on_change: Callable[[Status], None] = lambda _: None
+        self._options, self._stays = options, stays
+        self.lock = threading.RLock()
         self._closed = ""  # why no more requests are accepted
         self._full = ""  # why the disk does not store ends
         self._no_room = ""  # why the disk does not store outputs
-        self._error: Exception | None = None  # of the thread
         self._unwritten: dict[str, Status] = {}  # ends that the disk did not store
         self._numbers, self._sweep_at = count(), 0.0
         self._traces: dict[str, Trace] = {}  # of requests that have not ended
         self._metrics = Metrics(self.num_ranks)
         self._states, self._saved_by = dict[str, Tensor](), saved_by  # states to write, the newest
-        self._shelf = Shelf(orders, loras or {}, lora_folder)
+        self._shelf = Shelf(orders, loras or {}, options.lora_folder, spool.remember)
         self.heard = self._shelf.heard
-        self._scheduler = Scheduler(orders, policy, times, most_batch=most_batch)
+        self._scheduler = Scheduler(orders, policy, times, most_batch=options.batch)
         self._jobs = Jobs(self._scheduler, self)
+        for name in spool.loras():
+            if reason := self._shelf.reload([name]):
+                logger.warning("%s", reason)
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
             reason = entry.status.reason  # of an unreadable row
             if entry.starts >= _MOST_STARTS:
                 reason = f"its ranks ended {entry.starts} times while it ran, at last alone"
                 reason += ": see why in the log, or ask for less"
-            reason = reason or self._shelf.reload(entry.status.prompt.lora)
+            reason = reason or self._shelf.reload(lora.name for lora in entry.status.prompt.lora)
             if reason:
                 status = replace(entry.status, state="failed", reason=reason)
                 self._unwritten[status.id] = status
             else:
                 self._scheduler.add(self._task(entry))
                 self._traces[entry.status.id] = Trace(orders.ranks_of)
-        self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
+        self._pool = ThreadPoolExecutor(1, "bascule service")
 
     def start(self) -> None:
         """Start the thread, which begins with the requests of the spool."""
-        self._thread.start()
+        self._loop = self._pool.submit(self._jobs.run)
 
     def stop(self) -> None:
         """Let the engine end after the running steps.
@@ -135,28 +126,21 @@ class Service(Sink):
             self._scheduler.close()
         if self._orders.are_alive():
             with self.lock:
-                self._forgive()
+                self._spool.forgive()
 
     def close(self) -> None:
         """Wait for the thread, after the engine's end; raise its error, if it failed."""
-        self._thread.join()
+        self._pool.shutdown()
         self._spool.close()
         logger.info("stopped: requests that have not ended resume at the next start")
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._jobs.run()
-        except Exception as error:
-            self._error = error
+        self._loop.result()
 
     # --- for users --------------------------------------------------------------------------------
 
     def submit(
         self,
         prompts: Sequence[Prompt],
-        image: bytes | None = None,
+        images: Sequence[bytes] = (),
         deadline_s: float | None = None,
         *,
         must_meet_deadline: bool = False,
@@ -165,10 +149,9 @@ class Service(Sink):
     ) -> list[Status]:
         """Accept a request for each prompt, all or none; they are on disk when it returns.
 
-        `image` is a checked PNG, the input image of all. They should be done within `deadline_s`;
-        with `must_meet_deadline`, all are refused if one would be late. If a call with this `key`
-        was accepted before, its requests are returned instead. `parent` has the client's span, if
-        it traces.
+        `images` are checked PNGs, the input of each. They should be done within `deadline_s`; with
+        `must_meet_deadline`, all are refused if one would be late. If a call with this `key` was
+        accepted before, its requests are returned instead. `parent` has the client's span.
 
         Raises:
             ConfigError: The pipeline does not accept a setting, or more prompts than may wait.
@@ -178,30 +161,33 @@ class Service(Sink):
             Closing: The server is ending, or its disk is full.
         """
         for prompt in prompts:
-            check_prompt(self._pipeline, prompt, self._takes, num_pictures=int(image is not None))
-        if image is not None and not self.takes_image:
-            raise ConfigError("this pipeline takes no image: leave it out")
+            check_prompt(self._pipeline, prompt, self._takes, num_pictures=len(images))
         facts: dict[str, Any] = {"kind": self.kind, "state": "waiting", "created_at": time.time()}
         deadline_at = None if deadline_s is None else facts["created_at"] + deadline_s
         entries = [
-            Entry(Status(id=uuid4().hex, prompt=prompt, **facts), image, deadline_at)
+            Entry(Status(id=uuid4().hex, prompt=prompt, **facts), len(images), deadline_at)
             for prompt in prompts
         ]
         with self.lock, self._metrics.counting_refusals():
             if key is not None and (ids := self._spool.asked(key)):
                 return self._statuses(ids)
-            if reason := self._health():
+            if reason := self.health():
                 raise Closing(reason)
             for prompt in prompts:
                 check_names(prompt.lora, self._shelf.digests)
             tasks = list(map(self._task, entries))
-            self._check_room(len(tasks))
+            if len(tasks) > (most := self._options.most_waiting):
+                what = f"{len(tasks)} requests at once: at most {most} may wait"
+                raise ConfigError(f"{what}: send fewer")
+            if (excess := len(tasks) + len(self._scheduler.state.waiting) - most) > 0:
+                others = [task for task in self._scheduler.tasks.values() if task.is_open]
+                ends_s = sorted(self._scheduler.ends_s(others).values())
+                raise Busy(max(1.0, ends_s[excess - 1]))
             if must_meet_deadline and deadline_s is not None:
-                ends_s = max(self._scheduler.ends_s(tasks).values())
-                if ends_s > deadline_s:
+                if (ends_s := max(self._scheduler.ends_s(tasks).values())) > deadline_s:
                     raise Late(ends_s)
             try:
-                self._spool.add(entries, key)
+                self._spool.add(entries, images, key)
             except sqlite3.Error as error:
                 raise Closing(f"the spool cannot store requests: {error}") from error
             for task in tasks:
@@ -224,41 +210,32 @@ class Service(Sink):
             ids = [task.id for task in tasks if not task.is_cancelled]
             return [*self._statuses([*ids, *self._unwritten]), *self._spool.ended(_MOST_LISTED)]
 
-    def page(
-        self, num: int, after: str | None = None, *, oldest_first: bool = False
-    ) -> list[Status]:
+    def page(self, num: int, after: str | None = None, oldest_first: bool = False) -> list[Status]:
         """Return so many requests that follow another, open or ended; Unknown if it is unknown."""
         with self.lock:
-            ids = self._spool.page(self.kind, num, after, oldest_first=oldest_first)
-            return self._statuses(ids)
+            return self._statuses(self._spool.page(self.kind, num, after, oldest_first))
 
     def metrics(self) -> bytes:
         """Return `Metrics.text`."""
-        statuses, loras = self.statuses(), self.loras()
         with self.lock:
-            return self._metrics.text(statuses, self._scheduler, loras)
+            return self._metrics.text(self.statuses(), self._scheduler, self.loras())
 
     def cancel(self, request_id: str) -> Status:
         """Cancel a request, unless it has ended or its output is made; Unknown if there is none."""
         with self.lock:
-            status = self._cancel(self._statuses([request_id])[0])
+            status, task = self.status(request_id), self._scheduler.tasks.get(request_id)
+            if task is not None and task.is_open:
+                self._scheduler.cancel(task)
+                status = self._end(status, "cancelled")
         self._orders.tell("asked")
         return status
 
     def delete(self, request_id: str) -> Status:
-        """Cancel a request, or remove it and its output if it has ended; return its status.
-
-        Raises:
-            Unknown: There is no such request.
-            Closing: It cannot be removed from disk.
-        """
+        """Cancel a request, or remove it from disk if it has ended; else Unknown, or Closing."""
         with self.lock:
-            status = self._statuses([request_id])[0]
-            if status.has_ended:
-                self._remove(status)
-            else:
-                status = self._cancel(status)
-        self._orders.tell("asked")
+            if not (status := self.status(request_id)).has_ended:
+                return self.cancel(request_id)
+            self._remove(status)
         return status
 
     def loras(self) -> list[str]:
@@ -278,8 +255,8 @@ class Service(Sink):
         with self.lock:
             for task in self._scheduler.tasks.values():
                 if task.phase != "made" and name in [lora.name for lora in task.prompt.lora]:
-                    message = f"request {task.id} needs LoRA {name!r}: try again when it has ended"
-                    raise Refusal(409, message, "name", "lora_in_use")
+                    text = f"request {task.id} needs LoRA {name!r}: try again when it has ended"
+                    raise Refusal(409, text, "name", "lora_in_use")
             return self._shelf.remove(name)
 
     def result(self, request_id: str) -> Path:
@@ -293,7 +270,7 @@ class Service(Sink):
     def health(self) -> str:
         """Return why requests are not accepted or done; empty if all is well."""
         with self.lock:
-            return self._health()
+            return self._closed or (self._full if self._unwritten else "") or self._no_room
 
     # --- a sink of the loop, with the lock --------------------------------------------------------
 
@@ -312,9 +289,8 @@ class Service(Sink):
         """Report a changed request."""
         self._traces[task.id].follow(task, event)
         if event is not None and event.kind == "done":
-            self._forgive(task.id)  # a later death of ranks is not its fault
-        if self.on_change is not None:
-            self.on_change(self._statuses([task.id])[0])
+            self._spool.forgive(task.id)  # a later death of ranks is not its fault
+        self.on_change(self._statuses([task.id])[0])
 
     def ended(self, task: Task, state: str, reason: str) -> None:
         """Store the end of a request; outputs beyond the limits are removed soon."""
@@ -326,7 +302,7 @@ class Service(Sink):
         self._closed = self._closed or reason or "the server is ending"
         self._shelf.end(Closing(self._closed))
         if not reason:
-            self._forgive()
+            self._spool.forgive()
 
     def saved(self, task: Task, packed: Tensor) -> None:
         """Let the writer store a state, instead of an older one that it has not stored yet."""
@@ -340,21 +316,19 @@ class Service(Sink):
         """Write an output as soon as the disk has room; None if the server ends before."""
         path = self._spool.output(status := self._status(task))
         while True:
-            reason = no_room = ""
             try:
                 frames, sound = media_of(self._pipeline, output, is_video=self.kind == "video")
-                write_media(path, frames, status.prompt.fps or self._fps, sound)
+                write_media(path, frames, status.prompt.fps or self._options.fps, sound)
                 path.chmod(0o600)
                 flush(path)
+                reason = self._no_room = ""
             except Exception as error:
                 cause: Any = error.__cause__ or error
                 why = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
-                reason = f"its output cannot be written: {why}"
-                if getattr(cause, "errno", None) in _DISK_FULL:
-                    no_room = f"the disk cannot store outputs: {why}"
-            self._no_room = no_room
-            if not no_room:
-                return reason
+                reason, is_full = why, getattr(cause, "errno", None) in _DISK_FULL
+                self._no_room = f"the disk cannot store outputs: {why}" if is_full else ""
+            if not self._no_room:
+                return reason and f"its output cannot be written: {reason}"
             if self._closed:
                 return None  # the request starts again with the next server
             self._sweep()  # which may make room
@@ -374,9 +348,9 @@ class Service(Sink):
 
     def _sweep(self) -> None:
         """Remove ended requests, the oldest first, until the rest is within the limits."""
-        excess_bytes, oldest = 0.0, time.time() - self._keep_days * _DAY_S
-        if self._keep_bytes < NEVER:
-            excess_bytes = self._spool.num_bytes() - self._keep_bytes
+        days, most = self._options.keep_days, self._options.keep_gb
+        oldest = 0.0 if days is None else time.time() - days * _DAY_S
+        excess_bytes = 0.0 if most is None else self._spool.num_bytes() - most * 1e9
         with suppress(Closing):  # a later sweep tries again
             while not self._closed:
                 with self.lock:
@@ -386,19 +360,6 @@ class Service(Sink):
                     excess_bytes -= self._remove(status)
 
     # --- with the lock ----------------------------------------------------------------------------
-
-    def _cancel(self, status: Status) -> Status:
-        """Cancel a request, unless it has ended or is ending; return its status."""
-        task = self._scheduler.tasks.get(status.id)
-        if task is None or not task.is_open:
-            return status
-        self._scheduler.cancel(task)
-        return self._end(status, "cancelled")
-
-    def _forgive(self, request_id: str | None = None) -> None:
-        """Reset the count of starts of a request, or of all, unless the disk is full."""
-        with suppress(sqlite3.Error):
-            self._spool.forgive(request_id)
 
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
         """Store the end of a request, and report it."""
@@ -420,8 +381,7 @@ class Service(Sink):
         level = logging.WARNING if state == "failed" else logging.INFO
         logger.log(level, "%s%s", text, f": {reason}".partition("\n")[0] if reason else "")
         self._metrics.count(status, trace)
-        if self.on_change is not None:
-            self.on_change(status)
+        self.on_change(status)
         return status
 
     def _remove(self, status: Status) -> int:
@@ -435,9 +395,6 @@ class Service(Sink):
             raise Closing(f"request {status.id} cannot be removed: {reason}") from error
         return num_bytes
 
-    def _health(self) -> str:
-        return self._closed or (self._full if self._unwritten else "") or self._no_room
-
     def _task(self, entry: Entry) -> Task:
         status, deadline_s = entry.status, NEVER
         if entry.deadline_at is not None:
@@ -445,7 +402,7 @@ class Service(Sink):
         arguments = partial(self._arguments, status)
         request = next(self._numbers), status.id, status.prompt
         facts = self._takes, self._times, arguments, deadline_s
-        task = Task.of(*request, *facts, picture=entry.image is not None)
+        task = Task.of(*request, *facts, num_pictures=entry.num_images)
         task.created_at, task.runs_alone = status.created_at, entry.starts > 0
         task.stays = self._stays
         if task.runs_alone or task.stays:
@@ -454,33 +411,23 @@ class Service(Sink):
 
     def _arguments(self, status: Status) -> dict[str, Any] | Tensor:
         """Return the saved state or the arguments; count a start on disk, as the ranks may die."""
-        with suppress(sqlite3.Error):
-            self._spool.begin(status.id)
+        self._spool.begin(status.id)
         packed = self._spool.saved(status.id, self._made_by(status.prompt))
         if packed is not None:
             logger.info("request %s goes on from its saved state", status.id)
             return packed
-        prompt = replace(status.prompt, fps=status.prompt.fps or self._fps)
+        prompt = replace(status.prompt, fps=status.prompt.fps or self._options.fps)
         arguments = arguments_of(prompt, self._takes) | {"output_type": "pil"}
-        if self.takes_image and (image := self._spool.image(status.id)) is not None:
-            arguments["image"] = Image.open(io.BytesIO(image)).convert("RGB")
+        stored = map(io.BytesIO, self._spool.images(status.id))
+        if pictures := [Image.open(image).convert("RGB") for image in stored]:
+            arguments["image"] = pictures if len(pictures) > 1 else pictures[0]
         return arguments
 
     def _made_by(self, prompt: Prompt) -> str:
         """Return what a saved state of a request depends on."""
         digests = [self._shelf.digests.get(lora.name, "no file") for lora in prompt.lora]
-        rate = f"{prompt.fps or self._fps} fps"  # which some models of videos take
+        rate = f"{prompt.fps or self._options.fps} fps"  # which some models of videos take
         return ", ".join([self._saved_by, rate, *digests])
-
-    def _check_room(self, num: int) -> None:
-        if num > self._most_waiting:
-            most = self._most_waiting
-            raise ConfigError(f"{num} requests at once: at most {most} may wait: send fewer")
-        excess = num + len(self._scheduler.state.waiting) - self._most_waiting
-        if excess > 0:
-            tasks = [task for task in self._scheduler.tasks.values() if task.is_open]
-            ends_s = sorted(self._scheduler.ends_s(tasks).values())
-            raise Busy(max(1.0, ends_s[excess - 1]))
 
     def _statuses(self, request_ids: Sequence[str]) -> list[Status]:
         tasks = [self._scheduler.tasks.get(request_id) for request_id in request_ids]

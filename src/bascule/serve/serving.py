@@ -20,7 +20,6 @@ from bascule.comm.groups import member_of, resolve
 from bascule.comm.values import values_digest
 from bascule.diffusers.request import models_of
 from bascule.errors import ConfigError
-from bascule.plan.requests import NEVER
 from bascule.serve.adapters import load_on_all
 from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
@@ -108,17 +107,12 @@ def run_server(
                 pipeline,
                 engine.orders,
                 spool,
+                options,
                 policy=options.make_policy(degrees),
                 times=Times(pipeline, degrees, num_groups, options.batch, compiles=options.compile),
                 stays=engine.stays,
-                most_waiting=options.most_waiting,
-                most_batch=options.batch,
-                fps=options.fps,
-                keep_days=NEVER if options.keep_days is None else options.keep_days,
-                keep_bytes=NEVER if options.keep_gb is None else options.keep_gb * 1e9,
                 saved_by=_made_by(pipeline),
                 loras=loras,
-                lora_folder=options.lora_folder,
             )
             door = Door(service, options)
             door.start()

@@ -20,15 +20,19 @@ from bascule.generate.options import IMAGE, VIDEO, Prompt
 from bascule.options import check_options
 from bascule.serve.status import STATES, Closing, Key, Reused, Status, Unknown
 
-_VERSION = 1  # of the table
+_VERSION = 2  # of the tables
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # changes with a loss of power
 _COLUMNS = [column.name for column in fields(Status) if column.name not in ("ranks", "ends_in_s")]
 _KINDS = get_type_hints(Status)
+_PRAGMAS = "pragma journal_mode = wal; pragma synchronous = full; pragma secure_delete = on"
 _TABLE = f"""create table if not exists requests (place integer primary key, model text not null,
-    image blob, deadline_at real, starts integer not null default 0, boot text,
+    deadline_at real, starts integer not null default 0, boot text,
     {", ".join(_COLUMNS)});
     create unique index if not exists by_id on requests (id);
     create index if not exists by_end on requests (ended_at);
+    create table if not exists images (id text not null, image blob not null);
+    create index if not exists by_owner on images (id);
+    create table if not exists loras (name text primary key);
     create table if not exists keys (key text not null, digest text not null, id text not null);
     create index if not exists by_key on keys (key);
     create index if not exists by_request on keys (id);
@@ -42,7 +46,7 @@ class Entry:
     """A stored request that has not ended."""
 
     status: Status  # at its arrival; "failed" if its row cannot be read
-    image: bytes | None = None  # input as PNG; None without one, and always in `Spool.waiting`
+    num_images: int = 0  # of its input
     deadline_at: float | None = None  # Unix seconds
     starts: int = 0  # how often its ranks ended while it ran, since this machine booted
 
@@ -64,18 +68,15 @@ class Spool:
         self._boot = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.is_file() else ""
         with ExitStack() as stack:
             try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._outputs.mkdir(mode=0o700, exist_ok=True)
-                self._states.mkdir(mode=0o700, exist_ok=True)
+                for path in (folder, self._outputs, self._states):
+                    path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 lock = _opened(folder / "lock")
                 stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.close(_opened(folder / "requests.sqlite"))  # SQLite copies its mode
                 base = sqlite3.connect(folder / "requests.sqlite", check_same_thread=False)
                 self._base = stack.enter_context(closing(base))
-                base.execute("pragma journal_mode = wal")
-                base.execute("pragma synchronous = full")
-                base.execute("pragma secure_delete = on")
+                base.executescript(_PRAGMAS)
                 (version,) = base.execute("pragma user_version").fetchone()
                 is_new = not base.execute("select 1 from sqlite_master").fetchone()
                 if version != _VERSION and not is_new:
@@ -106,15 +107,19 @@ class Spool:
         """Release the folder to other servers."""
         self._open.close()
 
-    def add(self, entries: Sequence[Entry], key: Key | None = None) -> None:
-        """Store requests, all or none, and the key of the call that asked for them."""
-        model = self._model
-        rows = [(model, entry.image, entry.deadline_at, *_row(entry.status)) for entry in entries]
-        marks = ", ".join("?" * (3 + len(_COLUMNS)))
-        query = f"insert into requests (model, image, deadline_at, {', '.join(_COLUMNS)})"
+    def add(
+        self, entries: Sequence[Entry], images: Sequence[bytes] = (), key: Key | None = None
+    ) -> None:
+        """Store requests, all or none, the images of each, and the key of their call."""
+        rows = [(self._model, entry.deadline_at, *_row(entry.status)) for entry in entries]
+        marks = ", ".join("?" * (2 + len(_COLUMNS)))
+        query = f"insert into requests (model, deadline_at, {', '.join(_COLUMNS)})"
+        ids = [entry.status.id for entry in entries]
+        inputs = ((name, image) for name in ids for image in images)
         with self._base:
             self._base.executemany(f"{query} values ({marks})", rows)
-            keys = [(*key, entry.status.id) for entry in entries] if key is not None else []
+            self._base.executemany("insert into images values (?, ?)", inputs)
+            keys = [(*key, name) for name in ids] if key is not None else []
             self._base.executemany("insert into keys values (?, ?, ?)", keys)
 
     def asked(self, key: Key) -> list[str]:
@@ -127,24 +132,22 @@ class Spool:
     def begin(self, request_id: str) -> None:
         """Count a start of a request, before its ranks get it: it may kill them."""
         starts = "starts = case when boot = ? then starts + 1 else 1 end, boot = ?"
-        with self._base:
-            query = f"update requests set {starts} where id = ?"
-            self._base.execute(query, [self._boot, self._boot, request_id])
+        query = f"update requests set {starts} where id = ?"
+        self._try(query, self._boot, self._boot, request_id)
 
     def forgive(self, request_id: str | None = None) -> None:
-        """Reset the count of starts of a request, or of all."""
+        """Reset the count of starts of a request, or of all, unless the disk is full."""
         query = "update requests set starts = 0 where ended_at is null and id = coalesce(?, id)"
-        with self._base:
-            self._base.execute(query, [request_id])
+        self._try(query, request_id)
 
-    def end(self, status: Status) -> bool:
-        """Store the end of a request; return False if it had ended before."""
+    def end(self, status: Status) -> None:
+        """Store the end of a request, if it has not ended before."""
         changes = ", ".join(f"{name} = ?" for name in _COLUMNS)
-        query = f"update requests set {changes}, image = null where id = ? and ended_at is null"
+        query = f"update requests set {changes} where id = ? and ended_at is null"
         with self._base:
-            is_new = self._base.execute(query, [*_row(status), status.id]).rowcount == 1
+            self._base.execute(query, [*_row(status), status.id])
+            self._base.execute("delete from images where id = ?", [status.id])
         self.forget(status.id)
-        return is_new
 
     def remove(self, status: Status) -> None:
         """Remove an ended request, its output and its key; OSError if the output stays."""
@@ -194,14 +197,24 @@ class Spool:
 
     def waiting(self) -> list[Entry]:
         """Return the requests that have not ended, in the order of arrival."""
-        columns = f"case when boot = ? then starts else 0 end, deadline_at, {', '.join(_COLUMNS)}"
+        columns = "(select count(*) from images where images.id = requests.id), deadline_at, "
+        columns += f"case when boot = ? then starts else 0 end, {', '.join(_COLUMNS)}"
         query = f"select {columns} from requests where ended_at is null order by place"
-        rows = self._select(query, self._boot)
-        return [Entry(_status(row[2:]), deadline_at=row[1], starts=row[0]) for row in rows]
+        return [Entry(_status(row[3:]), *row[:3]) for row in self._select(query, self._boot)]
 
-    def image(self, request_id: str) -> bytes | None:
-        """Return a request's input image, or None; the end of the request removes it."""
-        return self._select("select image from requests where id = ?", request_id)[0][0]
+    def images(self, request_id: str) -> list[bytes]:
+        """Return a request's input images; the end of the request removes them."""
+        query = "select image from images where id = ? order by rowid"
+        return [image for (image,) in self._select(query, request_id)]
+
+    def loras(self) -> list[str]:
+        """Return the names of the adapters to load at a start, beside the operator's."""
+        return [name for (name,) in self._select("select name from loras order by rowid")]
+
+    def remember(self, name: str, is_loaded: bool) -> None:
+        """Let later starts load an adapter, or not, unless the disk is full."""
+        query = "insert or ignore into loras values (?)"
+        self._try(query if is_loaded else "delete from loras where name = ?", name)
 
     def ended(self, num: int, *, first: bool = False) -> list[Status]:
         """Return the latest ended requests, newest first; with `first` the earliest."""
@@ -209,11 +222,8 @@ class Spool:
         query = f"select {', '.join(_COLUMNS)} from requests where ended_at is not null"
         return [_status(row) for row in self._select(f"{query} order by {order} limit ?", num)]
 
-    def page(self, kind: str, num: int, after: str | None, *, oldest_first: bool) -> list[str]:
-        """Return so many requests of a kind in the order of arrival, or from the newest on.
-
-        They follow the request `after`; Unknown if there is none of this name.
-        """
+    def page(self, kind: str, num: int, after: str | None, oldest_first: bool) -> list[str]:
+        """Return so many requests of a kind that follow another; Unknown if that is not there."""
         sign, order = (">", "asc") if oldest_first else ("<", "desc")
         values, query = [kind], "select id from requests where kind = ?"
         if after is not None:
@@ -243,6 +253,10 @@ class Spool:
             with suppress(FileNotFoundError):
                 total += path.stat().st_size
         return total
+
+    def _try(self, query: str, *values: Any) -> None:
+        with suppress(sqlite3.Error), self._base:
+            self._base.execute(query, values)
 
     def _select(self, query: str, *values: Any) -> list[Any]:
         """Return rows; Closing if they cannot be read from disk."""

@@ -9,7 +9,7 @@ from bascule.diffusers.degrees import Shape
 from bascule.diffusers.request import models_of
 from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.errors import ConfigError
-from bascule.generate.generating import enable_tiles, load_pipeline
+from bascule.generate.generating import load_pipeline
 from bascule.generate.options import EngineOptions
 from bascule.serve.engine import Engine
 
@@ -25,9 +25,25 @@ def start_pipeline(options: EngineOptions, device: torch.device) -> Any:
     home = torch.device("cpu") if options.offload else device
     pipeline = load_pipeline(options.model, dtype, home, options.variant)
     if options.tiles:
-        enable_tiles(pipeline)
+        try:
+            pipeline.vae.enable_tiling()
+        except (AttributeError, NotImplementedError):  # diffusers has both
+            what = "--tiles: this pipeline has no VAE that can tile"
+            raise ConfigError(f"{what}: leave it out") from None
     if options.cache is not None:
-        _enable_cache(pipeline, options, dtype)
+        diffusers: Any = importlib.import_module("diffusers")
+        name, number = options.cache_of_steps()
+        if name == "first-block":
+            config = diffusers.FirstBlockCacheConfig(threshold=number)
+        else:
+            settings = {"cache_interval": number, "taylor_factors_dtype": dtype}
+            config = diffusers.TaylorSeerCacheConfig(**settings)
+        for model in models_of(pipeline):
+            try:
+                model.enable_cache(config)  # pyright: ignore[reportCallIssue]
+            except Exception as error:  # of a model without caches, or of blocks that it lacks
+                what = f"--cache {options.cache}: diffusers does not cache a {type(model).__name__}"
+                raise ConfigError(f"{what} ({error}): leave it out") from error
     if options.offload:
         # Streams copy the weights of the next layer meanwhile, and keep their originals.
         streams = {"use_stream": device.type == "cuda"}
@@ -51,19 +67,3 @@ def start_engine(
         shares_tiles=options.tiles,
         save_every=save_every,
     )
-
-
-def _enable_cache(pipeline: Any, options: EngineOptions, dtype: torch.dtype) -> None:
-    diffusers: Any = importlib.import_module("diffusers")
-    name, number = options.cache_of_steps()
-    taylor = {"cache_interval": number, "taylor_factors_dtype": dtype}
-    for model in models_of(pipeline):
-        try:
-            if name == "first-block":
-                config = diffusers.FirstBlockCacheConfig(threshold=number)
-            else:
-                config = diffusers.TaylorSeerCacheConfig(**taylor)
-            model.enable_cache(config)  # pyright: ignore[reportCallIssue]
-        except Exception as error:  # of a model without caches, or of blocks that diffusers lacks
-            what = f"--cache {options.cache}: diffusers does not cache a {type(model).__name__}"
-            raise ConfigError(f"{what} ({error}): leave it out") from error

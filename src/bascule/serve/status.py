@@ -53,9 +53,8 @@ class Late(Refusal):
     """Refusal because a request would be late: its end is predicted in `predicted_s`."""
 
     def __init__(self, predicted_s: float) -> None:
-        fix = "give a later deadline_s, or allow a late end by must_meet_deadline false"
-        message = f"the deadline cannot be met: the request would be done in {predicted_s:.1f} s"
-        message += f"; {fix}"
+        fix = "give a later one, or allow a late end by must_meet_deadline false"
+        message = f"deadline_s: the request would be done in {predicted_s:.1f} s: {fix}"
         super().__init__(422, message, "deadline_s", "deadline_too_early")
 
 

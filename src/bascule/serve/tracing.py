@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry import trace
+from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -37,7 +37,8 @@ class Trace:
 
     def __init__(self, ranks_of: Callable[[Block], range], parent: Context | None = None) -> None:
         self._ranks_of = ranks_of  # a block, which may count replicas
-        self._parent = parent  # with the span of the client, if it has one
+        # With the client's span, if it has one; not that of the call which ends the request.
+        self._parent = Context() if parent is None else parent
         self.spans = [Span("queue", time.monotonic())]
 
     def follow(self, task: Task, event: Event | None) -> None:
@@ -59,7 +60,7 @@ class Trace:
                     self._begin("decode", now_s, ranks)
             case "moved" if last.name == "decode":
                 last.ranks = ranks
-            case "moved" if last.ranks != ranks:
+            case "moved" if last.ranks != ranks or last.name == "encode":  # beside restored ones
                 self._begin("denoise", now_s, ranks)
             case "paused" | "cancelled":
                 self._begin("queue", now_s)
@@ -116,5 +117,7 @@ class Trace:
 
 
 def parent_of(headers: Mapping[str, str]) -> Context:
-    """Return the context of a call, with the span that its W3C `traceparent` names."""
-    return TraceContextTextMapPropagator().extract(headers)
+    """Return the context of a call: with FastAPI's span, else the one that `traceparent` names."""
+    here = context.get_current()
+    has_span = trace.get_current_span(here).get_span_context().is_valid
+    return here if has_span else TraceContextTextMapPropagator().extract(headers)
