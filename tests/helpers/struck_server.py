@@ -4,8 +4,8 @@
 In the folder `BASCULE_FAULTS_IN`, a file "back" sets the clock back by a day, "full" fills the disk
 for outputs, and "struck" says when a rank was killed. The prompt "wrong" fails, and "deadly"
 ends its rank. `BASCULE_RESTLESS` puts requests anywhere. In the file "ran", a line "WHAT ID" says
-that a request is to start ("begins"), that a rank has it ("runs"), that it has ended there
-("ends"), and that its start was forgotten ("forgiven").
+that a request is to start ("begins"), that a rank has it ("runs"), that it has ended or was paused
+there ("ends"), and that its start does not count any more ("forgiven").
 """
 
 import errno
@@ -62,7 +62,10 @@ def start() -> None:
         engine.Engine._admit, folder, "runs", lambda _, members: [name for name, _ in members]
     )
     engine.Engine._report = _told(engine.Engine._report, folder, "ends", _ended)
-    Spool.begin = _told(Spool.begin, folder, "begins", lambda *ids: ids)
+    begins = _told(Spool.count_start, folder, "begins", lambda name, by: [name] if by > 0 else [])
+    Spool.count_start = _told(
+        begins, folder, "forgiven", lambda name, by: [name] if by < 0 else [], is_after=True
+    )
     Spool.forgive = _told(Spool.forgive, folder, "forgiven", lambda *ids: ids, is_after=True)
     strike = os.environ.get("BASCULE_STRIKE", "").split()
     if "BASCULE_RESTLESS" in os.environ:
@@ -93,7 +96,9 @@ def start() -> None:
     setattr(owner, name, _struck(getattr(owner, name), place, nth, folder))
 
 
-def _ended(_: Any, what: str, run: Any = None, **__: Any) -> list[str]:
+def _ended(batch: Any, what: str, run: Any = None, **_: Any) -> list[str]:
+    if what == "paused":
+        return [*batch.members]
     return [run.id] if what in ("done", "failed", "cancelled") else []
 
 

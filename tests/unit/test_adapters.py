@@ -1,6 +1,8 @@
 """LoRA adapters by name: pixels of diffusers' `set_adapters`, and what does not fit is named."""
 
+import ctypes
 import gc
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,27 @@ def test_a_removed_adapter_frees_its_weights(folder: Path) -> None:
 
     first = turn()
     assert turn() == first and apart(pixels(pipeline), base) == 0.0
+
+
+def test_changes_of_adapters_leave_no_free_pages_and_no_warning(folder: Path) -> None:
+    """Also free pages that lie between others; and the second adapter has its own weights."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("needs glibc")
+    adapters = Adapters(pipeline_of(TINY))
+    orders = [{"name": f"{k}", "path": str(folder / "a"), "digest": None} for k in range(12)]
+    with mock.patch("diffusers.utils.peft_utils.logger.warning") as warn:
+        for order in [*orders, {"name": "1", "path": None}, orders[1]]:
+            assert adapters.follow(order) == ""
+    warn.assert_not_called()
+    blocks = [torch.ones(25_000) for _ in range(1000)]
+    blocks = blocks[::10]  # 90 MB between them are free
+    before = resident()
+    adapters.follow({"name": "1", "path": None})
+    assert before - resident() > 60e6 and len(blocks) == 100
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 _FIRST = "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"

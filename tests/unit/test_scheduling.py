@@ -3,7 +3,9 @@
 import dataclasses
 import queue
 import time
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -169,14 +171,22 @@ def test_requests_that_swap_their_ranks_do_not_wait_for_each_other() -> None:
     assert {task.phase for task in tasks} == {"running"}
 
 
+def count(starts: Counter[str], name: str, change: int) -> None:
+    starts[name] += change
+
+
 @pytest.mark.parametrize("most_batch", [1, 3])
 @pytest.mark.parametrize("stuck", [(), ("r1", "r4")])
 def test_requests_end_wherever_a_policy_puts_them(
     stuck: Sequence[str], most_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each turn requests that run take a step, and any number of events arrive."""
+    """In each turn requests that run take a step, and any number of events arrive.
+
+    A start counts while ranks have the request, or are to have it.
+    """
     most, num_boarded = 0, 0
     for seed in range(200):
+        starts = Counter[str]()
         orders, random = Obedient(4, stuck), Random(seed)
         scheduler = Scheduler(orders, Restless(seed), Untaught(), most_batch=most_batch)
         rule = boarding_at_random(seed) if seed % 2 else board
@@ -192,7 +202,11 @@ def test_requests_end_wherever_a_policy_puts_them(
                 assert len({tuple(orders.loras[name]) for name in members}) == 1
             if turn == 12 and seed % 8 == 0:
                 scheduler.close()
+            for task in scheduler.tasks.values():
+                task.count_start = partial(count, starts, task.id)
             take(scheduler, orders, random.randint(0, 8))
+            for task in scheduler.tasks.values():
+                assert task.phase == "made" or starts[task.id] == (task.batch is not None), seed
         take(scheduler, orders, orders.events.qsize())
         most, num_boarded = max(most, orders.most), num_boarded + len(orders.boarded)
         assert not scheduler.tasks or scheduler.is_closed, seed

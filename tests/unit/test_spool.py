@@ -226,18 +226,22 @@ def test_starts_count_until_the_ranks_end_well_or_the_machine_starts_anew(tmp_pa
         with closing(Spool(tmp_path, "one")) as spool:
             spool._boot = spool._boot if boot is None else boot
             for name in begins:
-                spool.begin(name)
+                spool.count_start(name, 1)
             return {one.status.id: one.starts for one in spool.waiting()}
 
     with closing(Spool(tmp_path, "one")) as spool:
         spool.add([entry(name) for name in "ab"])
     assert starts() == {"a": 0, "b": 0}
-    assert starts("aab") == {"a": 2, "b": 1}
+    assert starts("aabb") == {"a": 2, "b": 2}
+    with closing(Spool(tmp_path, "one")) as spool:
+        spool.count_start("b", -1)  # it was paused
+    assert starts() == {"a": 2, "b": 1}
     assert starts(boot="after a loss of power") == {"a": 0, "b": 0}
     assert starts() == {"a": 2, "b": 1}
     assert starts("b", boot="after a loss of power") == {"a": 0, "b": 1}
     with closing(Spool(tmp_path, "one")) as spool:
         spool.forgive()
+        spool.count_start("a", -1)
     assert starts() == {"a": 0, "b": 0}
 
 

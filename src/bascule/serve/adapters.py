@@ -4,6 +4,7 @@ They are never merged into weights: peft's layers add an adapter's product to th
 request changes nothing for the next one.
 """
 
+import ctypes
 import hashlib
 import importlib
 import logging
@@ -11,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import count
@@ -52,7 +54,8 @@ class Adapters:
             ConfigError: peft is not installed, there is no such file, rank 0 has another one, or it
                 does not fit the pipeline.
         """
-        keys = map("adapter_{}".format, count())  # names that peft takes
+        # Names that peft takes; diffusers warns of missing weights if one is a part of another.
+        keys = map("adapter_{}_".format, count())
         file, key = path, next(key for key in keys if key not in self._keys.values())
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         fork = torch.random.fork_rng(devices)  # a running request draws as if nothing was loaded
@@ -93,6 +96,10 @@ class Adapters:
                 self.load(order["name"], Path(order["path"]), order["digest"])
         except Exception as error:  # the rank goes on without it
             return str(error) if isinstance(error, ConfigError) else repr(error)
+        finally:
+            # New weights lie between free pages of the heap, which would grow with each change.
+            with suppress(AttributeError):  # glibc alone has it
+                ctypes.CDLL(None).malloc_trim(0)
         return ""
 
     def use(self, choice: Sequence[Any]) -> None:

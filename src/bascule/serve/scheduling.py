@@ -59,6 +59,8 @@ class Task(Job):
     prompt: Prompt
     size: RequestSize
     arguments: Callable[[], dict[str, Any] | Tensor]  # of the pipeline; or its saved state
+    # +1 before ranks get it, -1 when they have given it up.
+    count_start: Callable[[int], None] = lambda _: None
     created_at: float = 0.0  # Unix seconds
     at: Block | None = None
     phase: Phase = "new"
@@ -290,6 +292,7 @@ class Scheduler:
         """Return the ticket of a task's state; None, with an event, if it cannot be stored."""
         if task.phase == "new":
             task.begun_s = time.monotonic()
+        task.count_start(1)
         try:
             choice = task.prompt.seed, task.prompt.lora
             task.ticket = task.ticket or self.orders.keep(task.id, task.arguments(), *choice)
@@ -421,6 +424,7 @@ class Scheduler:
                 for member in members:
                     member.phase, member.ticket = "paused", event.tickets[member.id]
                     member.at = member.batch = None
+                    member.count_start(-1)
             case "moved":
                 if lead.phase == "moving" and before is not None:
                     self._moves_s.append(event.time - before.time)
@@ -453,6 +457,7 @@ class Scheduler:
             task.phase = "made"
         else:  # closed
             task.phase = "new"
+            task.count_start(-1)
             self.state.wait(task)
         task.at = task.batch = None
         if batch is not None:
@@ -469,6 +474,7 @@ class Scheduler:
             task.lead.riders.remove(task)
         task.at = task.batch = task.lead = task.block = None
         task.phase = "new" if task.last is None else "paused"
+        task.count_start(-1)
         if not task.is_cancelled:
             self.state.wait(task)
         if task.is_cancelled or self.is_closed:

@@ -404,14 +404,13 @@ class Service(Sink):
         facts = self._takes, self._times, arguments, deadline_s
         task = Task.of(*request, *facts, num_pictures=entry.num_images)
         task.created_at, task.runs_alone = status.created_at, entry.starts > 0
-        task.stays = self._stays
+        task.stays, task.count_start = self._stays, partial(self._spool.count_start, task.id)
         if task.runs_alone or task.stays:
             task.request = replace(task.request, batch_key=None)
         return task
 
     def _arguments(self, status: Status) -> dict[str, Any] | Tensor:
-        """Return the saved state or the arguments; count a start on disk, as the ranks may die."""
-        self._spool.begin(status.id)
+        """Return the saved state or the arguments."""
         packed = self._spool.saved(status.id, self._made_by(status.prompt))
         if packed is not None:
             logger.info("request %s goes on from its saved state", status.id)

@@ -129,11 +129,11 @@ class Spool:
             raise Reused(key.name)
         return [request_id for _, request_id in rows]
 
-    def begin(self, request_id: str) -> None:
-        """Count a start of a request, before its ranks get it: it may kill them."""
-        starts = "starts = case when boot = ? then starts + 1 else 1 end, boot = ?"
-        query = f"update requests set {starts} where id = ?"
-        self._try(query, self._boot, self._boot, request_id)
+    def count_start(self, request_id: str, change: int) -> None:
+        """Count a start of a request before ranks get it, as it may kill them; -1 takes it back."""
+        starts = "max(0, case when boot = ? then starts else 0 end + ?)"
+        query = f"update requests set starts = {starts}, boot = ? where id = ?"
+        self._try(query, self._boot, change, self._boot, request_id)
 
     def forgive(self, request_id: str | None = None) -> None:
         """Reset the count of starts of a request, or of all, unless the disk is full."""
