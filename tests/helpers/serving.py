@@ -111,7 +111,7 @@ class Untaught(Times):
     def __init__(self) -> None:
         """Know no pipeline."""
 
-    def measure(self, size: RequestSize, degree: int, seconds: float, batch: int = 1) -> None:
+    def measure(self, *facts: Any, **more: Any) -> None:
         """Forget it."""
 
 
@@ -333,12 +333,14 @@ def boarding_at_random(seed: int) -> Callable[..., None]:
     """A rule by which waiting requests board any batch that may take them in."""
     random = Random(seed)
 
-    def board(state: State, act: Scheduler, most: int, closed: set[Any], _: int) -> None:
+    def board(
+        state: State, act: Callable[[Any, Any], None], most: int, closed: set[Any], _: int
+    ) -> None:
         for job in [job for job in state.waiting if job not in closed and not job.riders]:
             leads = [lead for lead in state.running.values() if lead not in closed]
             leads = [lead for lead in leads if 1 + len(lead.riders) < most]
             if leads and random.random() < 0.2:
-                act.board(job, random.choice(leads))
+                act(job, random.choice(leads))
 
     return board
 

@@ -440,6 +440,14 @@ CODES = "bench --data g1b1i256f1s0"
         ("serve --api-key-file nowhere", "cannot read nowhere"),
         ("serve --model nowhere", "--model nowhere: no nowhere/model_index.json"),
         ("serve --degrees 1 3", "--degrees 3: give powers of two"),
+        (
+            "serve --degrees 1 4 --ranks 3",
+            "a request has at most the 3 ranks here: give",
+        ),
+        (
+            "serve --policy sjf:4 --ranks 2",
+            "policy 'sjf:4': the degree of all requests can",
+        ),
         ("serve --port 70000", "--port 70000: must be an integer, at least 0 and at most 65,535"),
         ("serve --max-steps 0", "--max-steps 0: must be an integer, at least 1"),
         ("generate", "give either --prompt TEXT, once or more, or --prompts FILE"),

@@ -221,17 +221,19 @@ class Noted(Untaught):
     """Seconds of steps that are only noted."""
 
     def __init__(self) -> None:
-        self.seconds = list[tuple[int, float]]()
+        self.seconds, self.graphs = list[tuple[int, float]](), list[Any]()
 
-    def measure(self, size: RequestSize, degree: int, seconds: float, batch: int = 1) -> None:
+    def measure(self, size: RequestSize, degree: int, seconds: float, *graph: Any) -> None:
         self.seconds.append((degree, seconds))
+        self.graphs.append(graph)
 
 
 def test_a_start_takes_from_the_order_to_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk, messages between ranks and the pipeline's call count, beside encoding."""
-    policy, orders, noted = Scripted(), Obedient(2), Noted()
+    policy, orders, noted, style = Scripted(), Obedient(2), Noted(), (Lora("a"),)
     scheduler = Scheduler(orders, policy, noted)
-    (task,) = tasks_of(scheduler, 1)
+    task = task_of("r0", 0, {"num_inference_steps": 4}, lora=style)
+    scheduler.add(task)
     policy.wanted = {task.id: Block(0, 2)}
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     scheduler.decide()
@@ -245,6 +247,7 @@ def test_a_start_takes_from_the_order_to_the_first_step(monkeypatch: pytest.Monk
         facts: dict[str, Any] = {"step": step, "num_steps": 4, "seconds": seconds}
         scheduler.handle(Event(kind, task.id, at, Block(0, 2), **facts))
     assert noted.seconds == [(2, 1.75), (0, 0.5 + 0.5)]
+    assert noted.graphs[0] == (1, (0, style))  # each block compiles, for each choice
     assert task.encoding_s == 0.25
 
 
@@ -276,7 +279,7 @@ def test_a_batch_is_on_its_ranks_once_and_each_of_its_requests_has_an_end(
     scheduler = Scheduler(Obedient(1), policy, Untaught(), most_batch=2)
     lead, rider = (task_of(name, k, {"num_inference_steps": n}) for k, name, n in RIDING)
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    monkeypatch.setattr(scheduling, "board", lambda _, act, *__: act.board(rider, lead))
+    monkeypatch.setattr(scheduling, "board", lambda _, act, *__: act(rider, lead))
     policy.wanted = {"lead": Block(0, 1), "rider": "rest"}
     for task in (lead, rider):
         scheduler.add(task)
@@ -287,12 +290,44 @@ def test_a_batch_is_on_its_ranks_once_and_each_of_its_requests_has_an_end(
         wanted = {lead: 4 * 4.4 - now_s, rider: 4 * 4.4 + 4 * 4 - now_s}
         assert scheduler.ends_s([lead, rider]) == pytest.approx(wanted)
         assert scheduler.backlog_s() == pytest.approx((wanted[rider],) * 2)
-        new = task_of("new", 9, {"num_inference_steps": 4})
-        ends_s = scheduler.ends_s([lead, rider, new])
-        assert ends_s == pytest.approx({**wanted, new: wanted[rider] + 4 * 4})
+        new = task_of("new", 9, {"num_inference_steps": 4})  # which takes the place of the lead
+        wanted[rider] = wanted[new] = wanted[lead] + 4 * 4.4
+        assert scheduler.ends_s([lead, rider, new]) == pytest.approx(wanted)
 
 
 RIDING = (0, "lead", 4), (1, "rider", 8)
+
+
+def test_requests_that_wait_are_foreseen_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 4 s alone and 4.8 s for three; a fourth request takes four steps alone."""
+    scheduler = Scheduler(Obedient(1), Scripted(), Untaught(), most_batch=3)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    *tasks, fourth = tasks_of(scheduler, 4)
+    ends_s = dict.fromkeys(tasks, 4 * 4.8) | {fourth: 4 * 4.8 + 4 * 4}
+    assert scheduler.ends_s([*tasks, fourth]) == pytest.approx(ends_s)
+    assert scheduler.backlog_s() == pytest.approx((ends_s[fourth],) * 2)
+    new = task_of("new", 9, {"num_inference_steps": 4})  # beside the fourth
+    assert scheduler.ends_s([new]) == pytest.approx({new: 4 * 4.8 + 4 * 4.4})
+
+
+def test_a_request_that_resumes_has_the_steps_left_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it takes one here: alone, or boarding a batch. The others have four steps left."""
+    policy, block = Scripted(), Block(0, 1)
+    scheduler = Scheduler(Obedient(1), policy, Untaught(), most_batch=2)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    lead, rider = tasks_of(scheduler, 2)
+    policy.wanted = {lead.id: block, rider.id: "rest"}
+    monkeypatch.setattr(scheduling, "board", lambda _, act, *__: None)
+    scheduler.decide()
+    scheduler.handle(Event("moved", lead.id, 100.0, block, step=3, num_steps=4))
+    assert lead.left == 1 and scheduler.ends_s([lead]) == pytest.approx({lead: 4.0})
+    monkeypatch.setattr(scheduling, "board", lambda _, act, *__: act(rider, lead))
+    scheduler.decide()
+    scheduler.handle(Event("boarded", rider.id, 100.0, block, step=2, num_steps=4))
+    assert rider.left == 2
+    assert scheduler.ends_s([lead, rider]) == pytest.approx({lead: 4.4, rider: 4.4 + 4.0})
 
 
 def test_a_step_takes_from_agreement_to_agreement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,9 @@ def test_a_step_that_compiles_is_left_out() -> None:
     assert large == before
     one.measure(LARGE, 2, 0.5)
     assert large[2] == 0.5
+    for graph in ("other ranks", "another LoRA"):
+        one.measure(LARGE, 2, 60.0, graph=graph)
+        assert large[2] == 0.5
     one.measure(LARGE, 0, 9.0)  # encoding and decoding are not compiled
     assert one.once_s(LARGE) == 9.0
 

@@ -5,6 +5,7 @@ import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from bascule.errors import ConfigError
 from bascule.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -25,11 +26,18 @@ def run(options: ServeOptions, arguments: list[str]) -> None:
     # Before torch loads: its store would log each second without a message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from bascule.cli.command import on_ranks
-    from bascule.cli.launch import forwarding_stops, in_a_job, stop_asked
+    from bascule.cli.launch import forwarding_stops, in_a_job, num_ranks_here, stop_asked
 
+    # Before minutes of loading.
+    size = int(os.environ["WORLD_SIZE"]) if in_a_job() else options.ranks or num_ranks_here(None)
+    legal = [1 << k for k in range(1 if options.mesh else size.bit_length())]
+    if (degree := max(options.degrees, default=1)) > legal[-1]:
+        fix = f"give degrees up to {legal[-1]}, or --ranks {degree}"
+        raise ConfigError(f"--degrees {degree}: a request has at most the {size} ranks here: {fix}")
+    options.make_policy(options.degrees or legal)
     if not in_a_job():
         gc.enable()
-        options.listen().close()  # a taken port is told before minutes of loading
+        options.listen().close()
 
     def serve(device: "torch.device") -> None:
         from bascule.serve.serving import run_server

@@ -475,8 +475,7 @@ class Engine:
             callback_on_step_end_tensor_inputs=run.pipeline._callback_tensor_inputs,
             return_dict=False,
         )
-        if self._device.type != "cpu":
-            self._synchronize()
+        self._synchronize()
         return output[0] if sound_rate(run.pipeline) is None else list(output[:2])
 
     def _join(self, run: _Run) -> dict[str, Any]:

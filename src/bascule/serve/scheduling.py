@@ -6,7 +6,7 @@ Ranks compute batches. The policy only knows the lead of a batch, whose riders t
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bascule.data.slow_rank import NO_TIMES, STEP_S, Pace
 from bascule.generate.options import Prompt
-from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State, board
+from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State, board, foresee
 from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.times import RequestSize, Times
@@ -188,7 +188,7 @@ class Scheduler:
             closed = {task for task in tasks if task.is_cancelled or task.phase not in _BOARDS}
             coming = [lead.at.degree for lead in tasks if lead.phase == "halting" and lead.at]
             self._boarded = ordered
-            board(self.state, self, self._most_batch, closed, sum(coming))
+            board(self.state, self.board, self._most_batch, closed, sum(coming))
         self.state.waiting += hidden
         for task in list(self._planned):
             if task.block is None and task.phase == "halted":
@@ -206,40 +206,17 @@ class Scheduler:
 
     def backlog_s(self) -> tuple[float, float]:
         """Predict in how many seconds a rank, on average, has done all tasks; and the last rank."""
-        free, _ = self._foresee([])
-        return sum(free) / len(free), free[-1]
+        now = time.monotonic()
+        free_s, _ = foresee(replace(self.state, now_s=now), self._most_batch)
+        return sum(free_s) / len(free_s) - now, free_s[-1] - now
 
     def ends_s(self, tasks: Sequence[Task]) -> dict[Task, float]:
-        """Predict in how many seconds tasks are done; they may be new ones, not added yet.
-
-        Running tasks stay on their ranks; waiting ones follow, by deadline, then by arrival, each
-        on ranks of its own if there are enough for all.
-        """
-        ends, now = dict[Job, float](), time.monotonic()
-        if any(task.block is None for task in tasks):
-            ends = self._foresee(tasks)[1]
-        for task in tasks:
-            lead = task.lead or task
-            ends[task] = ends[lead] if task.block is None else lead.ends_s(now)[task]
-        return {task: ends[task] for task in tasks}
-
-    def _foresee(self, tasks: Sequence[Task]) -> tuple[list[float], dict[Job, float]]:
-        """Return sorted seconds until each rank is free, and until tasks and batches are done."""
-        now, running = time.monotonic(), self.state.running.values()
-        free, ends = [0.0] * self.state.num_ranks, dict[Job, float]()
-        for job in running:
-            for rank in job.block.ranks if job.block is not None else ():
-                free[rank] = ends[job] = max(0.0, job.free_s - now)
-        free.sort()
-        waiting = [*self.state.waiting, *(task for task in tasks if task.id not in self.tasks)]
-        share = max(1, len(free) // max(1, len(waiting) + len(ends)))
-        for job in sorted(waiting, key=lambda job: (job.request.deadline_s, job.number)):
-            is_urgent, degrees = job.request.deadline_s < NEVER, job.request.step_s
-            wide = [d for d in degrees if is_urgent or d <= share] or [min(degrees)]
-            ends[job], degree = min((free[d - 1] + job.seconds(d), d) for d in wide)
-            free[:degree] = [ends[job]] * degree
-            free.sort()
-        return free, ends
+        """Predict in how many seconds tasks are done; they may be new ones, not added yet."""
+        now, waiting = time.monotonic(), list[Job]()
+        if any(task.block is None for task in tasks):  # else soon, as if nobody boards
+            waiting = [*self.state.waiting, *(task for task in tasks if task.id not in self.tasks)]
+        _, ends = foresee(replace(self.state, now_s=now, waiting=waiting), self._most_batch)
+        return {task: max(0.0, ends[task] - now) for task in tasks}
 
     def _locked(self) -> Task | None:
         """Return one of several halted tasks that wait for each other's ranks, as in a swap."""
@@ -404,12 +381,14 @@ class Scheduler:
         before, members = lead.last, [self.tasks[each.request_id] for each in events]
         for member, of_member in zip(members, events, strict=True):
             member.last = of_member
+            member.left = max(0, (of_member.num_steps or member.request.steps) - of_member.step)
         match event.kind:
             case "step":
                 self._step(lead, events)
                 return False
             case "boarded":
                 task.phase, task.ticket = "running", None
+                self._predict(lead)
                 if event.step == 0:
                     task.encoding_s = task.starting_s = event.seconds
                 return True
@@ -497,7 +476,9 @@ class Scheduler:
         if task.phase in ("moving", "pausing"):
             task.phase = "running"
         self._free(task, block)
-        if task.block != block:
+        if task.block == block:
+            self._predict(task)
+        else:
             self._leave(task)
             self._enter(task, block)
 
@@ -511,10 +492,10 @@ class Scheduler:
                 task.starting_s = (first.time - task.begun_s) / num
             else:
                 task.denoising_s += first.seconds
-            task.left = max(0, (event.num_steps or task.request.steps) - event.step)
         if first.step:
             self._compare(lead, first, num)
-            self._measure(lead, first.block.degree, first.seconds, num)
+            graph = first.block.first, lead.prompt.lora
+            self._measure(lead, first.block.degree, first.seconds, num, graph)
         if lead.block == first.block:
             self._predict(lead)
 
@@ -531,6 +512,6 @@ class Scheduler:
             self.pace.add(numbers, f"request {task.id}")
             self._times_of_ranks = np.tile(NO_TIMES, (len(numbers), 1))
 
-    def _measure(self, task: Task, degree: int, seconds: float, num: int = 1) -> None:
-        self._times.measure(task.size, degree, seconds, num)
+    def _measure(self, task: Task, degree: int, *facts: Any) -> None:
+        self._times.measure(task.size, degree, *facts)
         self.state.num_changes += 1

@@ -103,6 +103,9 @@ def run_server(
             if set(degrees) - set(engine.degrees):
                 asked, legal = (" ".join(map(str, many)) for many in (degrees, engine.degrees))
                 raise ConfigError(f"--degrees {asked}: requests have {legal} ranks here: give some")
+            # What a saved state depends on.
+            libraries = f"torch {torch.__version__}, diffusers {version('diffusers')}"
+            digests = ", ".join(map(values_digest, models_of(pipeline)))
             service = Service(
                 pipeline,
                 engine.orders,
@@ -111,7 +114,7 @@ def run_server(
                 policy=options.make_policy(degrees),
                 times=Times(pipeline, degrees, num_groups, options.batch, compiles=options.compile),
                 stays=engine.stays,
-                saved_by=_made_by(pipeline),
+                saved_by=f"bascule {bascule.__version__}, {libraries}, {digests}",
                 loras=loras,
             )
             door = Door(service, options)
@@ -137,10 +140,3 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _made_by(pipeline: object) -> str:
-    """Return what a saved state depends on: versions, and the transformers' weights."""
-    versions = [f"bascule {bascule.__version__}", f"torch {torch.__version__}"]
-    versions += [f"diffusers {version('diffusers')}"]
-    return ", ".join([*versions, *map(values_digest, models_of(pipeline))])

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from bascule.machine.mesh_choice import DenoisingStep, InferenceMesh, step_secon
 from bascule.serve.blocks import shape_of_block
 
 _MOST_SIZES = 64  # remembered
+_MOST_GRAPHS = 4096  # more than torch compiles
 _LATEST = 5  # measurements whose median counts
 _ONCE = 0  # key of encoding and decoding, in place of a degree
 _UNTRIED_SHARE = 0.75  # assumed seconds of an untried degree over those at half the degree
@@ -36,7 +37,7 @@ class Times:
     faster, so that it gets tried and a wrong prediction gets corrected. Predictions assume an H100
     by its datasheet, and nodes of LOCAL_WORLD_SIZE ranks (set by torchrun), else one node. Blocks
     have one of `degrees` ranks, and `num_groups` guidance groups if they have as many ranks. With
-    `compiles`, the first step of a size, degree and batch, which compiles, is left out.
+    `compiles`, the first step of a graph is left out: of each size, batch, block, and adapters.
 
     The requests of a batch share a part of a step, such as its launches. The part is that of the
     nearest batch that was measured: at this degree, else at the nearest one. Before the first
@@ -53,7 +54,7 @@ class Times:
         *,
         compiles: bool = False,
     ) -> None:
-        self._compiles, self._compiled = compiles, set[tuple[RequestSize, int, int]]()
+        self._compiles, self._compiled = compiles, set[Hashable]()
         config: Any = getattr(models_of(pipeline)[0], "config", None)
         layers = [getattr(config, f"num_{kind}layers", None) or 0 for kind in ("", "single_")]
         self._model: dict[str, int] = {
@@ -108,13 +109,16 @@ class Times:
         of_size = self._measured.get(size, {}).get((_ONCE, 1))
         return median(of_size or list(map(median, of_all)) or [min(self.step_s(size).values())])
 
-    def measure(self, size: RequestSize, degree: int, seconds: float, batch: int = 1) -> None:
-        """Record measured seconds of a step; degree 0 stands for encoding and decoding."""
+    def measure(
+        self, size: RequestSize, degree: int, seconds: float, batch: int = 1, graph: Hashable = 0
+    ) -> None:
+        """Record seconds of a step, of a compiled `graph`; degree 0: of encoding and decoding."""
         if degree in (_ONCE, *self.step_s(size)):
-            latest = self._measured.setdefault(size, {})
-            if self._compiles and degree != _ONCE and (size, degree, batch) not in self._compiled:
-                self._compiled.add((size, degree, batch))
+            key, is_open = (size, degree, batch, graph), len(self._compiled) < _MOST_GRAPHS
+            if self._compiles and degree != _ONCE and is_open and key not in self._compiled:
+                self._compiled.add(key)
                 return
+            latest = self._measured.setdefault(size, {})
             latest.setdefault((degree, batch), deque(maxlen=_LATEST)).append(max(seconds, 1e-6))
             self._correct()
 

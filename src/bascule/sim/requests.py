@@ -253,7 +253,7 @@ def serve(
         policy.decide(state, cluster)
         if batch > 1:
             recalled = [job.block.degree for job in cluster.recalled if job.block is not None]
-            board(state, cluster, batch, cluster.recalled, sum(recalled))
+            board(state, cluster.board, batch, cluster.recalled, sum(recalled))
     return Served(requests, end, num_ranks, cluster.rank_s, cluster.run_s, cluster.num_moves)
 
 

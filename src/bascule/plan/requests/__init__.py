@@ -9,6 +9,7 @@ from bascule.plan.requests.balanced import Balanced as Balanced
 from bascule.plan.requests.boarding import board as board
 from bascule.plan.requests.bound import RequestBound as RequestBound
 from bascule.plan.requests.bound import request_bound as request_bound
+from bascule.plan.requests.foresight import foresee as foresee
 from bascule.plan.requests.queues import POLICIES as POLICIES
 from bascule.plan.requests.queues import SERVED as SERVED
 from bascule.plan.requests.queues import EarliestDeadline as EarliestDeadline

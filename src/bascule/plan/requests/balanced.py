@@ -279,13 +279,16 @@ class Balanced:
         if at or job.left < request.steps:
             begin += state.move_s
         if job.riders:
-            spans = {degree: job.spans(degree, state.now_s) for degree in self._step_s(job)}
-            first, ends = self._first(state, job), [max(span.values()) for span in spans.values()]
+            members, first = job.members(state.now_s), self._first(state, job)
+            place = [member for _, member in members].index(first)
+            spans = {degree: request.spans(degree, members) for degree in self._step_s(job)}
             room = self._known[first.number].due_s - begin
-            slacks = [room - span[first] for span in spans.values()]
+            slacks = [room - span[place] for span in spans.values()]
+            if at in spans:
+                slacks[list(spans).index(at)] += state.move_s
             need = self._need(spans, slacks, job.deadline_s)
-            work = need * ends[list(spans).index(need)]
-            return _View(need, ends[0], slacks[0], max(slacks), work)
+            left_s, work = next(iter(spans.values()))[-1], need * spans[need][place]
+            return _View(need, left_s, slacks[0], max(slacks), work)
         room = known.due_s - begin - request.once_s
         slacks = [room - rest * step for step in step_s.values()]
         if at in step_s:
@@ -315,11 +318,11 @@ class Balanced:
             if views[job].slack_s < 0:
                 lost.add(job)
                 continue
-            heapq.heappush(chosen, (-views[job].work, job.number, job))
+            heapq.heappush(chosen, (-views[job].work / (1 + len(job.riders)), job.number, job))
             load += views[job].work
             while load > state.num_ranks * max(due[job] - state.now_s, 1e-9) and chosen:
-                work, _, dropped = heapq.heappop(chosen)
-                load += work
+                dropped = heapq.heappop(chosen)[2]
+                load -= views[dropped].work
                 lost.add(dropped)
         return lost
 

@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, Protocol
 
 from bascule.checks import fields, number, whole
@@ -62,6 +62,19 @@ class Request:
         """
         curve = self.batch_s.get(degree, ())
         return curve[num - 1] if 1 < num <= len(curve) else num * self.step_s[degree]
+
+    def spans(self, degree: int, members: "Sequence[tuple[int, Job]]") -> list[float]:
+        """Return the seconds to the end of each job of a batch, by their steps left, which ascend.
+
+        Steps get shorter as jobs end. While a job decodes, the others wait.
+        """
+        done, now, spans = 0, 0.0, list[float]()
+        for num, (rest, job) in zip(range(len(members), 0, -1), members, strict=True):
+            if rest > done:
+                now += (rest - done) * self.together_s(degree, num)
+            now, done = now + job.request.once_s, rest
+            spans.append(now)
+        return spans
 
     def seconds(self, degree: int, steps: int | None = None) -> float:
         """Return the seconds of some steps (default: all) at a degree, plus `once_s`."""
@@ -130,45 +143,30 @@ class Job:
         rest = self.rest(now_s)
         return self.steps_end_s - (rest and rest * self.step_s(self.block.degree))
 
-    def spans(self, degree: int, now_s: float, *others: "Job") -> dict["Job", float]:
-        """Return the seconds from the next step boundary to the end of each job of its batch.
-
-        Steps get shorter as jobs end. While a job decodes, the others wait. `others` board there.
-        """
-        rests = [(job.rest(now_s), job) for job in (self, *self.riders, *others)]
-        rests.sort(key=lambda pair: pair[0])  # stable
-        done, now, spans = 0, 0.0, dict[Job, float]()
-        for num, (rest, job) in zip(range(len(rests), 0, -1), rests, strict=True):
-            now += (rest - done) * self.request.together_s(degree, num) + job.request.once_s
-            spans[job], done = now, rest
-        return spans
+    def members(self, now_s: float) -> "list[tuple[int, Job]]":
+        """Return the jobs of its batch with their steps left at the next boundary, ascending."""
+        return sorted(((job.rest(now_s), job) for job in (self, *self.riders)), key=_rest)
 
     def seconds(self, degree: int, now_s: float = 0.0) -> float:
         """Return the seconds that it and its riders need from the next step boundary on."""
         if not self.riders:
             return self.request.seconds(degree, self.rest(now_s))
-        return max(self.spans(degree, now_s).values())
-
-    def ends_s(self, now_s: float) -> dict["Job", float]:
-        """Return the seconds from now to the end of it and of its riders, which run."""
-        assert self.block is not None
-        to_boundary = self.boundary_s(now_s) - now_s
-        spans = self.spans(self.block.degree, now_s)
-        return {job: max(0.0, to_boundary + span) for job, span in spans.items()}
+        return self.request.spans(degree, self.members(now_s))[-1]
 
     def plan(self, begin_s: float) -> None:
         """Predict the ends of a running job and its riders, whose `left` steps begin then."""
         assert self.block is not None
         degree, step_s = self.block.degree, self.step_s(self.block.degree)
-        spans = self.spans(degree, -NEVER)  # all steps left
-        for job, span_s in spans.items():
+        members = self.members(-NEVER)  # all steps left
+        spans = self.request.spans(degree, members)
+        for (_, job), span_s in zip(members, spans, strict=True):
             job.block, job.from_s = self.block, begin_s
             job.steps_end_s, job.free_s = begin_s + job.left * step_s, begin_s + span_s
-        last, span_s = spans.popitem()
-        self.free_s = begin_s + span_s - (last.request.once_s if degree > 1 else 0.0)
+        last = members[-1][1].request
+        self.free_s = begin_s + spans[-1] - (last.once_s if degree > 1 else 0.0)
 
 
-_number = attrgetter("number")
+_number, _rest = attrgetter("number"), itemgetter(0)
 
 
 @dataclass(slots=True)
