@@ -73,16 +73,33 @@ $(VENV)-plugins/%/.made: tests/plugins/pins/%.txt constraints-cpu.txt pyproject.
 site: $(VENV)/.dev ## the documentation as a site, with all of the API: results/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-dist: ## wheel and sdist in dist/; their files and the demo, in .venv-dist
-	rm -rf dist
-	$(PYTHON) -m venv --clear $(VENV)-dist
-	$(VENV)-dist/bin/python -m pip install --quiet build
-	$(VENV)-dist/bin/python -m build
-	$(PYTHON) -m venv --clear $(VENV)-dist
-	$(VENV)-dist/bin/python -m pip install --no-deps --retries 1 --extra-index-url $(TORCH_CPU_INDEX) \
+# A Python is the PATH's or pyenv's; else uv, which comes from the package index, knows or fetches one.
+PYTHONS ?= 3.11 3.12 3.13
+UV := $(VENV)-dist/build/bin/uv
+FIND = PYENV_VERSION=$$version python$$version -c 'import sys; print(sys.executable)' 2>/dev/null \
+  || $(UV) python find --no-project $$version 2>/dev/null \
+  || { $(UV) python install --quiet $$version && $(UV) python find --no-project $$version; }
+
+dist: ## wheel and sdist in dist/; the wheel's demo and unit tests with each of PYTHONS, in .venv-dist
+	rm -rf dist $(VENV)-dist
+	$(PYTHON) -m venv $(VENV)-dist/build
+	$(VENV)-dist/build/bin/python -m pip install --quiet build uv
+	$(VENV)-dist/build/bin/python -m build
+	@for version in $(PYTHONS); do \
+	  if python=$$($(FIND)); then $(MAKE) --no-print-directory dist-$$version PYTHON=$$python || exit 1; \
+	  else echo "NOT TESTED with Python $$version: it is not on this machine, and uv cannot fetch it"; fi; \
+	done
+	@ls $(VENV)-dist/*/.passed  # at least one
+
+# Unit tests are the checkout's; `bascule` is the wheel's.
+dist-%:
+	$(PYTHON) -m venv --clear $(VENV)-dist/$*
+	$(VENV)-dist/$*/bin/python -m pip install --no-deps --retries 1 --extra-index-url $(TORCH_CPU_INDEX) \
 	  $$(grep '^torch==' constraints-cpu.txt)
-	$(VENV)-dist/bin/python -m pip install --quiet "$$(echo dist/*.whl)[demo]" pytest pytest-timeout
-	$(VENV)-dist/bin/python -m pytest tests/wheel
+	$(VENV)-dist/$*/bin/python -m pip install --quiet $(CONSTRAINTS) "$$(echo dist/*.whl)[dev]"
+	$(VENV)-dist/$*/bin/python -m pytest tests/wheel
+	OMP_NUM_THREADS=1 $(VENV)-dist/$*/bin/python -m pytest --numprocesses 2 tests/unit
+	@touch $(VENV)-dist/$*/.passed
 
 format: $(VENV)/.dev ## let ruff fix and format
 	$(BIN)/ruff check --fix

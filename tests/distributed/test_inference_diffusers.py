@@ -1,12 +1,15 @@
 """What users of diffusers do to a split model: autocast, caches, adapters, offload, pipelines."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.diffusers import SparseConfig, parallelize
 from tests.helpers.inference_cases import (
@@ -170,6 +173,68 @@ def test_caches_are_kept_when_a_model_is_split_and_undone() -> None:
     model.disable_cache()
     plain = seeded_model(FLUX)(**steps[0]).sample
     same(model(**steps[0]).sample, plain, 1e-6, "without a cache")
+
+
+@on_ranks(2)
+def test_the_configuration_of_diffusers_is_an_argument() -> None:
+    config: Any = importlib.import_module("diffusers").ContextParallelConfig
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("ring", "ulysses", "fsdp"))
+    asked = {
+        (1, 2): [config(ulysses_degree=2, ulysses_anything=True)],
+        (2, 1): [config(ring_degree=2, convert_to_fp32=False), config(ring_degree=2, mesh=mesh)],
+    }
+    model, inputs = seeded_model(FLUX), make_inputs(FLUX)
+    with torch.no_grad():
+        wanted = model(**inputs).sample
+        for degrees, configs in asked.items():
+            for one in configs:
+                with parallelize(model, one) as handle:
+                    assert handle.mesh.degrees == degrees
+                    same(model(**inputs).sample, wanted, 1e-6, one)
+
+
+def enable_theirs(model: Any, **degrees: int) -> None:
+    config = importlib.import_module("diffusers").ContextParallelConfig(**degrees)
+    # Without an accelerator it divides by their number.
+    with mock.patch.object(torch.accelerator, "device_count", lambda: 1):
+        model.enable_parallelism(config=config)
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan"])
+@on_ranks(2)
+def test_a_split_of_diffusers_is_taken_over_and_given_back(kind: str) -> None:
+    """With lengths that it refuses, and below a cache that was enabled after it."""
+    case, other = {
+        "flux": (Case("flux", 4, 2, 8, (2, 4)), FLUX),
+        "wan": (WAN, Case("wan", 4, 1, 3, (2, 2))),
+    }[kind]
+    model, make = seeded_model(case), caches()["first block, often"]
+    inputs, others, steps = make_inputs(case), make_inputs(other), steps_of(case, STEPS)
+    with torch.no_grad():
+        wanted, plain = model(**inputs).sample, model(**others).sample
+        model.enable_cache(make())
+        cached = denoise(model, steps)
+        model.disable_cache()
+        enable_theirs(model, ulysses_degree=2)
+        same(model(**inputs, return_dict=False)[0], wanted, 1e-6, "theirs")
+        model.enable_cache(make())
+        with parallelize(model) as handle:
+            assert handle.mesh.degrees == (1, 2)
+            same(denoise(model, steps), cached, 1e-6, "cached")
+            model.disable_cache()
+            same(model(**others).sample, plain, 1e-6, "ours")
+            assert handle.verify(**others).ok
+        same(model(**inputs, return_dict=False)[0], wanted, 1e-6, "theirs again")
+        if kind == "flux":
+            with pytest.raises(AssertionError, match="must be divisible by mesh size"):
+                model(**others)
+        with parallelize(model, ring_degree=2) as handle:
+            same(model(**others).sample, plain, 1e-6, "a ring")
+        model = seeded_model(case)
+        enable_theirs(model, ring_degree=2)
+        with parallelize(model) as handle:
+            assert handle.mesh.degrees == (2, 1)
+            same(model(**others).sample, plain, 1e-6, "their ring")
 
 
 @on_ranks(2)

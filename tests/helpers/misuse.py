@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -102,10 +102,21 @@ def flex() -> object:
         return model(**make_inputs(FLUX))
 
 
-def split_by_diffusers() -> object:
-    model = flux()
-    model._parallel_config = object()  # as enable_parallelism leaves it, which needs GPUs
+def of_diffusers(name: str, **options: Any) -> Any:
+    return getattr(importlib.import_module("diffusers"), name)(**options)
+
+
+def sharded_by_diffusers() -> object:
+    model, degrees = flux(), of_diffusers("TensorParallelConfig", tp_degree=2)
+    # as enable_parallelism leaves it, which needs GPUs
+    model._parallel_config = of_diffusers("ParallelConfig", tensor_parallel_config=degrees)
     return parallelize(model, **SPLIT)
+
+
+def newer_configuration() -> object:
+    config: Any = importlib.import_module("diffusers").ContextParallelConfig
+    newer = make_dataclass("ContextParallelConfig", [("window", int, 0)], bases=(config,))
+    return split(mesh=newer(ulysses_degree=2, window=7))
 
 
 def older_version() -> object:
@@ -192,7 +203,7 @@ REFUSED: dict[str, Wrong] = {
     "heads": (lambda: split(configured(1)), "has too few heads, 1 for 2 Ulysses ranks"),
     "axes": (lambda: split(mesh=mesh([0, 1], "tp")), "a mesh with the axes ('tp',): give"),
     "order": (lambda: split(mesh=mesh([[0, 1]], "ulysses", "ring")), "a mesh with the axes"),
-    "both": (lambda: split(mesh=mesh([0, 1], "ring"), ring_degree=2), "a mesh or degrees, not"),
+    "both": (lambda: split(mesh=mesh([0, 1], "ulysses"), ring_degree=2), "a mesh or degrees, not"),
     "auto": (lambda: split(mesh="auto"), "the config of Toy lack num_attention_heads"),
     "vae": (lambda: split(vae="none"), "'none'"),
     "kernel": (lambda: split(kernel="flash3"), "kernel 'flash3': choose one of"),
@@ -221,7 +232,22 @@ REFUSED: dict[str, Wrong] = {
     "mesh, a tuple": (lambda: split(mesh=(1, 2)), "mesh is (1, 2): give a DeviceMesh"),
     "degree, a text": (lambda: split(ulysses_degree="2"), "ulysses_degree is '2'"),
     "degree, a bool": (lambda: split(ring_degree=True, ulysses_degree=2), "ring_degree is True"),
-    "split by diffusers": (split_by_diffusers, "enable_parallelism"),
+    "sharded by diffusers": (sharded_by_diffusers, "sharded by ParallelConfig of diffusers: load"),
+    "newer configuration": (newer_configuration, "does not know ContextParallelConfig(window=7)"),
+    "configuration and degrees": (
+        lambda: split(mesh=of_diffusers("ContextParallelConfig", ring_degree=2), ulysses_degree=2),
+        "give a ContextParallelConfig or degrees, not both",
+    ),
+    "configuration of another mesh": (
+        lambda: split(
+            mesh=of_diffusers("ContextParallelConfig", ring_degree=2, mesh=mesh([0, 1], "ulysses"))
+        ),
+        "a mesh or degrees, not both",
+    ),
+    "tensor parallelism": (
+        lambda: split(mesh=of_diffusers("TensorParallelConfig", tp_degree=2)),
+        "mesh is TensorParallelConfig(",
+    ),
     "back end": (flex, "its back end is flex: call set_attention_backend('native')"),
     "verify": (after_undo(lambda one: one.verify(**toy_inputs())), "verify: undo() was called"),
     "compile": (after_undo(lambda one: one.compile()), "compile: undo() was called"),

@@ -2,6 +2,7 @@
 
 import enum
 import math
+import runpy
 import sys
 from importlib import import_module
 from itertools import product
@@ -201,9 +202,8 @@ def test_scripts_of_megatron_plan_with_it(
         "ours = ['BalancedPackingScheduler', 'DynamicPackingScheduler']\n"
         "assert made == [*ours[: len(made) - 1], 'Theirs'], made\n"
     )
-    monkeypatch.setattr(sys, "argv", ["-m", str(script)])
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    megatron_packing.main()
+    with megatron_packing.megatron():
+        runpy.run_path(str(script))
     assert module.scheduler_map == dict(before) == dict.fromkeys(keys, Theirs)
     monkeypatch.delitem(sys.modules, "bascule.plugins.verl_packing", raising=False)
     import_module("bascule.plugins.verl_packing")

@@ -1,5 +1,11 @@
-"""What the callback for transformers' Trainer takes from its arguments, and what it refuses."""
+"""What the callback for transformers' Trainer takes and refuses, and plug-ins by their names."""
 
+import os
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,3 +68,42 @@ def test_what_cannot_be_balanced_is_refused() -> None:
         with pytest.raises(ConfigError, match="even_batches"):
             of_run: Any = {"model": Counts(), "train_dataloader": loader}
             BalanceCallback().on_train_begin(arguments(), None, None, **of_run)
+
+
+def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "bascule.plugins", *arguments]
+    own = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True)
+
+
+def test_a_plug_in_of_another_package_is_started_by_its_name(tmp_path: Path) -> None:
+    """An installed package is its folder beside a folder of facts about it."""
+    (tmp_path / "theirs.py").write_text(
+        "import contextlib\n\n"
+        "@contextlib.contextmanager\n"
+        "def switched_on():\n"
+        "    print('on')\n"
+        "    yield\n"
+        "    print('off')\n"
+    )
+    (facts := tmp_path / "theirs-1.0.dist-info").mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[bascule.plugins]\ntheirs = theirs:switched_on\n")
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")
+    done = launched(tmp_path, "theirs", "train.py", "--steps", "3")
+    assert done.stdout.splitlines() == ["on", "['train.py', '--steps', '3']", "off"], done.stderr
+    for arguments, words in {
+        ("their", "train.py"): "there is no script their; the plug-ins are ",
+        ("theirs", "eval.py"): "there is no script eval.py",
+        ("theirs",): "there is no script .; the plug-ins are ",
+    }.items():
+        done = launched(tmp_path, *arguments)
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+
+
+def test_the_plug_ins_of_bascule_have_names() -> None:
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    plugins = declared["project"]["entry-points"]["bascule.plugins"]
+    assert plugins.keys() == {"megatron", "transformers"}
+    assert all(callable(pkgutil.resolve_name(place)) for place in plugins.values())

@@ -48,7 +48,7 @@ def test_in_the_interpreter(what: str) -> None:
         assert line["lse_error"] < line["tolerance"], line
 
 
-@pytest.mark.stress
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_a_device(capability: int) -> None:
     """For A100 and H100, to kernels that fit the shared memory of any device."""

@@ -34,9 +34,15 @@ def test_the_sdist_holds_package_tests_examples_and_licence() -> None:
     assert names == {"PKG-INFO", *files, *tracked("src", "tests", "examples")}
 
 
-def test_the_changelog_begins_with_this_version() -> None:
+def test_changelog_and_citation_have_this_version() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest and newest[1] == VERSION
+    cited = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest and cited and newest[1] == cited[1] == VERSION
+
+
+def test_the_plug_ins_of_the_wheel_have_names() -> None:
+    plugins = importlib.metadata.entry_points(group="bascule.plugins")
+    assert plugins.names >= {"megatron", "transformers"}
 
 
 def test_the_demo_runs_from_the_wheel(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _BY_FIRST_BLOCK = _LEADER, "fbc_block_hook"
 
 _HARMLESS = frozenset(  # modules whose hooks move or cast weights, or skip alike on all ranks
     "layerwise_casting group_offloading components_manager layer_skip first_block_cache mag_cache "
-    "sea_cache".split()
+    "sea_cache hooks".split()  # in `hooks` is the plain one, which does nothing
 )
 _SEE_ALL = "faster_cache", "fbc_", "sea_cache"  # prefixes of hooks that see all samples together
 

@@ -36,6 +36,7 @@ from bascule.diffusers.degrees import (
     replica_of,
     shape_of,
 )
+from bascule.diffusers.enabled import ContextParallel, check_known, set_aside
 from bascule.diffusers.explain import Explanation, explain
 from bascule.diffusers.guidance import GuidedModel
 from bascule.diffusers.pending import Branches
@@ -64,7 +65,7 @@ from bascule.workload.masks import MaskFile
 @shared("parallelize")
 def parallelize(
     model_or_pipeline: Any,
-    mesh: DeviceMesh | AutoMesh | Literal["auto"] | None = None,
+    mesh: DeviceMesh | AutoMesh | ContextParallel | Literal["auto"] | None = None,
     *,
     data_degree: int = 1,
     guidance_degree: int = 1,
@@ -89,7 +90,8 @@ def parallelize(
         model_or_pipeline: A model, or a diffusers pipeline, whose transformers are all split.
         mesh: Instead of degrees: a mesh with all or some of the axes "data", "guidance", "ring" and
             "ulysses", in this order; ranks along other axes are replicas. "auto" or an `AutoMesh`
-            chooses degrees for all ranks.
+            chooses degrees for all ranks. Or a `ContextParallelConfig` of diffusers; without mesh
+            and degrees, the one by which `enable_parallelism` split the model before.
         data_degree: Number of replicas, each with other prompts.
         guidance_degree: Number of groups in a replica that share its guidance branches.
         ring_degree: Number of ranks that pass keys and values around a ring.
@@ -118,6 +120,14 @@ def parallelize(
             rank is not in the mesh, or settings exclude each other.
         CommError: Arguments differ between ranks, which one all-gather compares.
     """
+    if mesh is None and (data_degree, guidance_degree, ring_degree, ulysses_degree) == (1,) * 4:
+        theirs = [getattr(x, "_parallel_config", None) for x in models_of(model_or_pipeline)]
+        mesh = getattr(next(filter(None, theirs), None), "context_parallel_config", None)
+    if isinstance(mesh, ContextParallel):
+        if (ring_degree, ulysses_degree) != (1, 1):
+            raise ConfigError("parallelize: give a ContextParallelConfig or degrees, not both")
+        check_known(mesh)
+        mesh, ring_degree, ulysses_degree = mesh.mesh, mesh.ring_degree, mesh.ulysses_degree
     auto = AutoMesh() if mesh == "auto" else mesh
     device_mesh = named_part(auto, AXES) if isinstance(auto, DeviceMesh) else None
     group = ranks_of(device_mesh)
@@ -127,10 +137,11 @@ def parallelize(
         sizes = data_degree, guidance_degree, ring_degree, ulysses_degree
         degrees, choice = Shape(*map(whole, names, sizes, repeat(1), repeat(MAX_RANKS))), None
         if auto is not None:
-            advice = 'a DeviceMesh, "auto", an AutoMesh, or degrees instead, as ring_degree=2'
+            advice = 'a DeviceMesh, "auto", an AutoMesh, a ContextParallelConfig, or degrees'
             of_type("mesh", auto, (DeviceMesh, AutoMesh), advice)
-        if mesh is not None and degrees != ONE_RANK:
-            raise ConfigError("parallelize: give a mesh or degrees, not both")
+        of_mesh = ONE_RANK if device_mesh is None else shape_of(device_mesh, degrees)
+        if auto is not None and degrees not in (ONE_RANK, replace(of_mesh, data=1, guidance=1)):
+            raise ConfigError("parallelize: give a mesh or degrees, not both, or equal ones")
         models = models_of(model_or_pipeline)
         if isinstance(auto, AutoMesh):
             degrees, choice = auto.choose(models[0], 1 if group is None else group.size)
@@ -175,7 +186,7 @@ class ParallelHandle:
         self.replica, self.mesh, self.ranks, self.choice = replica, replica.mesh, ranks, choice
         self.parts: list[SplitModel] = []
         self._guided: list[GuidedModel] = []
-        self._compiled = ExitStack()
+        self._compiled, self._set_aside = ExitStack(), ExitStack()
         self._request: Request | None = None
         self._shared_parts: list[SharedPart] = []
         self._runs: list[PipelineRun] = []
@@ -186,6 +197,7 @@ class ParallelHandle:
         self._request, passes = request, None
         for model, table in zip(request.models, request.tables, strict=True):
             settings = request.attention, request.sparse, request.input_tolerance
+            set_aside(model, self._set_aside)
             split = SplitModel(model, table, self.mesh, *settings, check=check_table)
             if split.sparse is not None:  # a pipeline's models count their passes together
                 passes = split.sparse.passes = passes or split.sparse.passes
@@ -266,7 +278,7 @@ class ParallelHandle:
         return self.parts[0].model
 
     def undo(self) -> None:
-        """Restore the models; refused within a forward pass."""
+        """Restore the models, also a split by diffusers; refused within a forward pass."""
         for split in self.parts:
             if split.forward is not None:
                 raise ConfigError(
@@ -275,6 +287,7 @@ class ParallelHandle:
         self._compiled.close()
         for change in (*self._runs, *self._shared_parts, *self._guided, *self.parts):
             change.remove()
+        self._set_aside.close()
 
     def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
         """Compile the models in place, each as one graph, at their first call; log it at INFO.

@@ -45,9 +45,10 @@ class Request:
             of_type("sparse", self.sparse, SparseConfig, "a SparseConfig(keep=..) or another one")
         for model, table in zip(self.models, self.tables, strict=True):
             name, ulysses = type(model).__name__, self.shape.ulysses
-            if getattr(model, "_parallel_config", None) is not None:
-                way_out = "use that or parallelize, not both"
-                raise ConfigError(f"{name} was split by diffusers' enable_parallelism: {way_out}")
+            config = getattr(model, "_parallel_config", None)
+            if config is not None and getattr(config, "context_parallel_config", None) is None:
+                wrong = f"the weights of {name} are sharded by {type(config).__name__} of diffusers"
+                raise ConfigError(f"{wrong}: load it without that; fully_shard(model) shards, too")
             num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
             if num_heads is not None and num_heads < ulysses:
                 wrong = f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks"

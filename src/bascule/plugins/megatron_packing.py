@@ -1,4 +1,4 @@
-"""Packing schedulers: ``torchrun .. -m bascule.plugins.megatron_packing pretrain.py``.
+"""Packing schedulers: ``torchrun .. -m bascule.plugins megatron pretrain.py``.
 
 The script gets these schedulers for ``--sequence-packing-scheduler`` ``dp_balanced`` and
 ``default_dynamic_cp``. verl: ``VERL_USE_EXTERNAL_MODULES=bascule.plugins.verl_packing``.
@@ -7,6 +7,7 @@ The script gets these schedulers for ``--sequence-packing-scheduler`` ``dp_balan
 # pyright: reportMissingImports=false
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from bascule.machine.costs import Cost, TransformerCost, evaluate
 from bascule.plan.context_groups import GroupPrices, plan_groups
 from bascule.plan.epoch import DealRules, StepShape, deal_step
 from bascule.plan.limits import Limits
-from bascule.plugins.__main__ import entered, run_script
+from bascule.plugins.__main__ import entered
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len")
 
@@ -153,15 +154,10 @@ SCHEDULERS = {
 }
 
 
-def main() -> None:
-    """Run a script of Megatron with these schedulers."""
+def megatron() -> AbstractContextManager[None]:
+    """Let Megatron use these schedulers under its own names."""
     from megatron.core.datasets.data_schedule import scheduler_map
 
     # Keys are names, or members of an Enum of names.
     ours = {key: SCHEDULERS.get(getattr(key, "value", key)) for key in scheduler_map}
-    with entered(scheduler_map, {key: scheduler for key, scheduler in ours.items() if scheduler}):
-        run_script()
-
-
-if __name__ == "__main__":
-    main()
+    return entered(scheduler_map, {key: named for key, named in ours.items() if named})
