@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest nightly stress plugins site dist format
+.PHONY: help env demo test lint types contracts pytest nightly stress plugins kubernetes sky site dist format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -68,6 +68,18 @@ $(VENV)-plugins/%/.made: tests/plugins/pins/%.txt constraints-cpu.txt pyproject.
 	$(@D)/bin/python -m pip install --no-deps --retries 1 --extra-index-url $(TORCH_CPU_INDEX) \
 	  $$(grep '^torch==' constraints-cpu.txt)
 	$(@D)/bin/python -m pip install -r $< -e . pytest pytest-timeout
+	@touch $@
+
+# What checks files for clusters pins versions of its own, too; nothing of it starts a cluster.
+kubernetes: $(VENV)-kubernetes/.made ## manifests, chart and Dockerfile, by the tools of their platforms
+	$(VENV)-kubernetes/bin/python -m pytest -o filterwarnings= tests/kubernetes
+
+sky: $(VENV)-sky/.made ## tasks of SkyPilot, by its own parser
+	$(VENV)-sky/bin/python -m pytest -o filterwarnings= tests/sky
+
+$(VENV)-kubernetes/.made $(VENV)-sky/.made: $(VENV)-%/.made: tests/%/pins.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -r $<
 	@touch $@
 
 site: $(VENV)/.dev ## the documentation as a site, with all of the API: results/site/index.html

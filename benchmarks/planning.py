@@ -14,18 +14,23 @@ import numpy as np
 from measuring import MIXES, bare_heap, ratio, say, summary, time_interleaved
 
 from bascule.arrays import Floats, Ints
+from bascule.comm.agree import _VALUES  # pyright: ignore[reportPrivateUsage]
 from bascule.errors import ConfigError, PlanError
 from bascule.machine.cluster import TRAINING, HardwareProfile
 from bascule.machine.costs import PolynomialCost, TransformerCost
 from bascule.machine.fits import fit_iterations
+from bascule.parallel import _FIRST_CAPACITY  # pyright: ignore[reportPrivateUsage]
 from bascule.plan import epoch
 from bascule.plan.limits import Limits
-from bascule.plan.plan import Plan, plan_batch, plan_greedily, plan_step, step_makespan
+from bascule.plan.offer import Offer
+from bascule.plan.plan import Plan, Terms, plan_batch, plan_greedily, plan_step, step_makespan
 from bascule.plan.solver import portfolio, search
 from bascule.plan.solver.portfolio import longest_first
 from bascule.plan.solver.solve import assign
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
+from bascule.sim.seconds import Sharding, SimulationOptions
+from bascule.sim.simulation import simulate
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 Batch = Sequence[Sequence[int]]
@@ -441,6 +446,109 @@ def _bursty(num_steps: int) -> list[list[list[int]]]:
     """Return two steps of low-resolution images, then one with videos: buckets in turns."""
     low, video = batches(MIXES["low-res"], num_steps), batches(VIDEO, num_steps)
     return [(video if step % 3 == 2 else low)[step] for step in range(num_steps)]
+
+
+# --- at size ------------------------------------------------------------------------------------
+
+SIZES = (64, 256, 1024, 4096, 16384)
+GROUPS = (64, 256, 1024, 16384)
+BAGS_AT_SIZE = "alone", "bags of 8", "both, with wires"
+SHARDS = Sharding(num_params=11_900_000_000, shard_ranks=8)
+TROUBLES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a slow rank": {"slow_ranks": {5: 1.5}},
+    "a slow rank, known": {"slow_ranks": {5: 1.5}, "set_speeds": True},
+    "a slow link": {"slow_links": {5: 4.0}},
+    "a lost node": {"lost_nodes": 1},
+}
+
+
+def at_size(*, quick: bool = False) -> dict[str, Any]:
+    """Plan for 64 to 16,384 ranks, as one group or as many, and simulate a run with troubles.
+
+    Half a minute. A rank loads 16 samples, log-normal (ln 2048, sigma 1.2), at most 24,576 tokens.
+    Every rank of a group makes the same plan from the lengths that all of them gathered: "plan_s"
+    is its time on one core, "gathered_bytes" what it receives for that. Simulated are the first
+    16,384 (quick: 1,024) ranks of FLUX on `h100-datasheet`, nodes of eight.
+    """
+    sizes, num_ranks = (SIZES[:2], 1024) if quick else (SIZES, SIZES[-1])
+    lens = _log_normal(num_ranks)
+    return {
+        "plans": [_planned_at(lens[:size], bags) for size in sizes for bags in BAGS_AT_SIZE],
+        "groups": [_grouped(lens, size) for size in GROUPS if size <= num_ranks],
+        "troubles": [_in_trouble(lens, name, **options) for name, options in TROUBLES.items()],
+    }
+
+
+def _log_normal(num_ranks: int) -> Ints:
+    """Return (ranks, 16) tokens of samples."""
+    draw = np.random.default_rng(0).lognormal(math.log(2048), 1.2, (num_ranks, 16))
+    return np.minimum(draw, 24_576).astype(np.int64)
+
+
+def _planned_at(lens: Ints, bags: str) -> dict[str, Any]:
+    """Time what a rank does once it has the words of all, and count the bytes that it gathers."""
+    words = [Offer.of([[own.size]], own).to_words() for own in lens]
+    size, cluster = len(lens), None
+    spec = {"alone": f"g1n{size}", "bags of 8": f"g8n{size // 8}"}.get(bags)
+    if spec is None:
+        spec, cluster = f"g8n{size // 16}+g1n{size // 2}", replace(CLUSTER, num_nodes=size // 8)
+    terms = Terms(Topology.parse(spec, world_size=size), COST, cluster=cluster)
+    seconds, plan = list[float](), None
+    for _ in range(3):
+        start = time.process_time()
+        plan = terms.priced(Offer.from_words(words)).plan()
+        seconds.append(time.process_time() - start)
+    assert plan is not None
+    num_bytes = 8 * size * (_VALUES + max(_FIRST_CAPACITY, words[0].size))
+    row = {
+        "ranks": size,
+        "bags": bags,
+        "plan_s": min(seconds),
+        "gap": plan.gap,
+        "gathered_bytes": num_bytes,
+    }
+    say("{ranks} ranks, {bags}: {plan_s:.4f} s, gap {gap:.1e}, {gathered_bytes} B".format(**row))
+    return row
+
+
+def _grouped(lens: Ints, size: int) -> dict[str, Any]:
+    """Plan each group of ranks for itself: the slowest rank of all over the mean of all."""
+    slowest = [
+        plan_batch(list(own), f"g8n{size // 8}", COST).makespan for own in _groups(lens, size)
+    ]
+    row = {"group": size, "ranks": len(lens), "over_mean": max(slowest) / _mean_load(lens)}
+    say("{ranks} ranks in groups of {group}: slowest over mean {over_mean:.3f}".format(**row))
+    return row
+
+
+def _groups(lens: Ints, size: int) -> list[Ints]:
+    return np.split(lens, len(lens) // size)
+
+
+def _mean_load(lens: Ints) -> float:
+    return float(COST(lens.ravel()).sum()) / len(lens)
+
+
+def _in_trouble(lens: Ints, name: str, **options: Any) -> dict[str, Any]:
+    """Simulate a step without balancing, with the loader, and in bags of a node."""
+    nodes = len(lens) // 8 - options.get("lost_nodes", 0)
+    found = simulate(
+        [list(lens)],
+        profile="h100-datasheet",
+        model=COST,
+        topologies=["none", "loader", f"g8n{nodes}"],
+        options=SimulationOptions(ranks_per_node=8, sharding=SHARDS, **options),
+    )
+    runs = {
+        run.name.partition("n")[0] if run.name[:2] == "g8" else run.name: run for run in found.runs
+    }
+    row = {"trouble": name, "ranks": found.num_ranks} | {
+        way: {"step_s": run.fbl_s, "waiting": run.idle_share, "parts": run.parts}
+        for way, run in runs.items()
+    }
+    say(f"{name}: " + ", ".join(f"{way} {run.fbl_s:.3f} s" for way, run in runs.items()))
+    return row
 
 
 # --- fit ----------------------------------------------------------------------------------------

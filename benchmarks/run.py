@@ -15,7 +15,7 @@ from measuring import uncommitted, write_results
 MODULES = {
     "host": ("overhead", "route", "plan_ahead", "flux"),
     "tables": ("tables",),
-    "planning": ("solver", "planner", "fit"),
+    "planning": ("solver", "planner", "at_size", "fit"),
     "paper": ("simulate",),
     "loader": ("loader",),
     "inference": ("inference", "inference_compiled"),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from bascule.cli import parse
+from bascule.quantities import num_bytes, percent, seconds
 from tests.helpers import pages
 from tests.helpers.pages import ON_RANKS, PAGES, ROOT, SAVED, WHOLE, Block, blocks_of, python_of
 
@@ -204,3 +205,19 @@ def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
         shown = " ".join(row for row in rows if source in row)
         assert all(text in shown for text in texts), f"{shown} does not say {texts}"
     assert len(runs) >= 3
+
+
+def test_the_numbers_of_the_guide_at_size_are_those_of_its_result() -> None:
+    measured, page = result("at_size.json"), (ROOT / "docs" / "at_size.md").read_text()
+    rows = [f"| {row['group']:,} | {row['over_mean']:.3f} |" for row in measured["groups"]]
+    plans = {(row["ranks"], row["bags"]): row for row in measured["plans"]}
+    for ranks in {ranks for ranks, _ in plans}:
+        kinds = [plans[ranks, kind] for kind in ("alone", "bags of 8", "both, with wires")]
+        cells = [f"{ranks:,}", *(seconds(row["plan_s"]) for row in kinds)]
+        rows.append(f"| {' | '.join([*cells, num_bytes(kinds[0]['gathered_bytes'])])} |")
+        assert kinds[0]["gathered_bytes"] == 960 * ranks
+    for row in measured["troubles"]:
+        runs = [row[way] for way in ("none", "loader", "g8")]
+        cells = [f"{seconds(run['step_s'])}, {percent(run['waiting'])}" for run in runs]
+        rows.append(f"| {' | '.join([row['trouble'], *cells])} |")
+    assert [row for row in rows if row not in page.splitlines()] == []

@@ -72,17 +72,18 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "head_dim": "16",
     "inter_gbs": "900", "intra_gbs": "0.01", "kb_per_token": "1.8e5",
     "latency_us": "900", "layers": "1", "lengths": "9,90/9/80/9////", "lens": "b-lens.jsonl",
-    "loads": "0.3", "manifest": "b.jsonl", "masks": "b.npz",
+    "loads": "0.3", "lost_nodes": "1", "manifest": "b.jsonl", "masks": "b.npz",
     "max_frames": "5", "max_tokens": "450", "memory_gb": "8000", "mix": "512x512@9",
     "model": "ltx2", "move_ms": "50000", "num_heads": "7", "num_layers": "7", "out": "out",
     "params_b": "0.5", "passes": "forward", "picture": "picture.svg",
     "policies": "sjf fifo", "profile": "b-profile.json", "ranks": "16", "ranks_per_node": "2",
     "rates": "0.01", "requests": "11", "ring": "4", "rows": "2", "seed": "5",
-    "seeds": "2", "shard_ranks": "2", "slo": "0.01", "step": "3", "steps": "3", "target": "1.3",
+    "seeds": "2", "shard_ranks": "2", "slow_links": "0:900",
+    "slow_ranks": "0:3", "slo": "0.01", "step": "3", "steps": "3", "target": "1.3",
     "text_encoder_us": "30", "tflops": "10", "tokenizer": "./no-tokenizer", "tolerance": "0.0001",
     "topologies": "none g2n4", "topology": "g4n2", "traces": "traces", "train_steps": "77",
     "ulysses": "4", "vae_us": "40", "within": "0.01",
-    "compare": "", "skip_bad": "", "wires": "",
+    "compare": "", "set_speeds": "", "skip_bad": "", "wires": "",
 }  # fmt: skip
 OTHER_VALUES = {
     ("simulate-requests", "passes"): "2", ("simulate-requests", "ranks"): "4",
@@ -92,6 +93,8 @@ OTHER_VALUES = {
 WITH = {
     "memory_gb": "--kb-per-token 5e7",
     "currency": "--gpu-hour-price 2",
+    "lost_nodes": "--topologies none loader",
+    "set_speeds": "--slow-ranks 0:3",
 }  # what must stand beside an option
 PRINTED = {"compare", "rows"}  # these change what is printed, not the JSON
 # The last by test_manifests.py

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import bascule
+from bascule.errors import ConfigError
 from bascule.machine.cluster import TRAINING, HardwareProfile, Passes
 from bascule.machine.costs import TransformerCost
 from bascule.plan.offer import Offer
@@ -297,6 +298,87 @@ def test_the_command_compares_encoders_on_their_owners_and_in_balance(
     assert (tmp_path / "traces" / "none_+_encoders").is_dir()
     code, _, err = run(capsys, "simulate", "--lengths", "5/6", "--vae-us", "1")
     assert code == 2 and "lengths do not tell texts from images" in err
+
+
+def test_a_slow_rank_holds_all_up_unless_plans_know_it() -> None:
+    data = [[[400] * 8] * 4]  # 32 equal sequences
+    alone = {"profile": FREE, "sharding": Sharding(1, 1)}
+    usual = simulated(data, "loader", **alone).fbl_s
+    slow = partial(simulated, data, **alone, slow_ranks={1: 2.0})
+    assert slow("none").fbl_s == slow("loader").fbl_s == pytest.approx(2 * usual)
+    # Of speeds 1, 1/2, 1 and 1, the slow rank gets 4 or 5: the others have 10 in 8's time.
+    for name in ("loader", "g1n4"):
+        known = slow(name, set_speeds=True)
+        assert known.spent_on("compute").max() == pytest.approx(usual * 10 / 8), name
+    assert slow("none", set_speeds=True).fbl_s == pytest.approx(2 * usual)
+    stage = EncoderStage("T5", sample_s=1.0)
+    assert slow("none", stages=(stage,)).stage_s[0, 0].tolist() == [8.0, 16.0, 8.0, 8.0]
+
+
+def test_a_slow_link_is_as_links_of_its_rate_where_they_pass_it() -> None:
+    data, nodes = [[[900, 100], [300], [500], [70]]], {"ranks_per_node": 2}
+    slower = replace(FREE, inter_bytes_per_s=1e9 / 5)
+    usual, link, all_links = (
+        partial(simulated, data, **nodes, **options)
+        for options in (
+            {"profile": FREE},
+            {"profile": FREE, "slow_links": {3: 5.0}},
+            {"profile": slower},
+        )
+    )
+    for kind in ("all_gather", "reduce_scatter"):  # of rings over all nodes
+        assert (link("none").spent_on(kind) == all_links("none").spent_on(kind)).all()
+    assert link("none").fbl_s > usual("none").fbl_s
+    across = link("g4n1").spent_on("ulysses")  # all ranks wait for the slow one
+    assert (across == all_links("g4n1").spent_on("ulysses")).all()
+    assert (across > usual("g4n1").spent_on("ulysses")).all()
+    inside = link("g2n2")
+    assert (inside.spent_on("ulysses") == usual("g2n2").spent_on("ulysses")).all()
+    ratio = inside.spent_on("routing") / np.maximum(usual("g2n2").spent_on("routing"), 1e-30)
+    assert 1 < ratio[0, 3] <= 5 and (ratio[0, :3] <= 1).all()
+    moved = [run("loader").hidden[0, 1, 3] for run in (usual, link)]
+    assert 0 < moved[0] < moved[1] <= 5 * moved[0]
+
+
+def test_ranks_that_are_left_load_what_a_lost_node_had() -> None:
+    data = [[[1], [2], [3, 4], [5]]]
+    found = simulated(data, "none", ranks_per_node=2, lost_nodes=1)
+    dealt = simulated([[[1, 3, 5], [2, 4]]], "none")  # the third and fifth, and the fourth sample
+    assert (found.seconds == dealt.seconds).all() and found.tokens == dealt.tokens
+    shapes = [[[SampleShape(9, 1)], [SampleShape(0, 2)], [SampleShape(0, 3)], [SampleShape(0, 4)]]]
+    text = EncoderStage("T5", text_token_s=1.0)
+    texts = simulated(shapes, "none", ranks_per_node=2, lost_nodes=1, stages=(text,))
+    assert texts.stage_s[0, 0].tolist() == [9.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slow_ranks": {2: 2.0}}, r"slow_ranks: a rank is 2; .* at most 1"),
+        ({"slow_links": {0: 0.5}}, r"slow_links: the factor of rank 0 is 0\.5; .* at least 1"),
+        ({"slow_ranks": [1.0, 2.0]}, "give factors by rank"),
+        ({"lost_nodes": 2, "ranks_per_node": 1}, "lost_nodes: nodes left is 0"),
+    ],
+    ids=str,
+)
+def test_troubles_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulated(TWO, "none", **options)
+
+
+def test_the_command_says_what_is_wrong_in_all_steps(capsys: Console) -> None:
+    line = "simulate --lengths 900/300/200/100 --topologies none loader --ranks-per-node 2"
+    code, out, err = run(capsys, *line.split(), "--slow-ranks", "1:1.5", "--lost-nodes", "1")
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "In all steps, rank 1 computes 1.5 times as long, nodes gone: 1." in said
+    assert "In all steps" not in run(capsys, *line.split())[1]
+    for wrong, message in {
+        "--slow-links 1": "--slow-links 1: give RANK:TIMES, such as 5:1.5",
+        "--set-speeds": "--set-speeds: only --slow-ranks have other speeds: give both",
+    }.items():
+        code, _, err = run(capsys, *line.split(), *wrong.split())
+        assert code == 2 and message in err
 
 
 def test_what_a_run_is_worth() -> None:

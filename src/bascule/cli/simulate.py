@@ -1,11 +1,13 @@
 """`bascule simulate --data g16b4i256f1s0,g8b1i2048f1s0`: predict training steps."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import InputOptions, MachineOptions
+from bascule.errors import ConfigError
 from bascule.machine.cluster import passes_of
 from bascule.options import Group, NewFolder, Outputs, Range, refuse
 
@@ -44,6 +46,10 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
             twice: encoders run where samples were loaded, or ("+ encoders") evenly on all ranks.
             Only for --data and --manifest.
         vae_us: Microseconds of the VAE per image token; simulated like --text-encoder-us.
+        slow_ranks: Ranks that compute more slowly, as RANK:TIMES: 5:1.5 for 1.5 times as long.
+        slow_links: Ranks that send to other nodes more slowly, such as 5:4 for 4 times as long.
+        lost_nodes: Nodes that are gone, the last ones; the other ranks load their samples.
+        set_speeds: Plan for the speeds of the slow ranks, as SequenceParallel.set_speeds does.
         traces: Folder for traces of the simulated steps, with one subfolder per row. Perfetto,
             HolisticTraceAnalysis and bascule trace read them.
     """
@@ -61,6 +67,10 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
     shard_ranks: int | None = None
     text_encoder_us: Annotated[float | None, Range()] = None
     vae_us: Annotated[float | None, Range()] = None
+    slow_ranks: Annotated[tuple[str, ...], Group("Troubles")] = ()
+    slow_links: tuple[str, ...] = ()
+    lost_nodes: Annotated[int, Range()] = 0
+    set_speeds: bool = False
     traces: Annotated[Path | None, NewFolder(), Group("Output")] = None
 
     @property
@@ -75,6 +85,13 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
         return tuple(stages)
 
 
+def _factors(option: str, texts: tuple[str, ...]) -> dict[int, float]:
+    """Return factors by rank; ConfigError for what is no RANK:TIMES."""
+    if wrong := [text for text in texts if not re.fullmatch(r"\d{1,6}:\d{1,4}(\.\d{1,9})?", text)]:
+        raise ConfigError(f"{option} {wrong[0]}: give RANK:TIMES, such as 5:1.5")
+    return {int(rank): float(times) for rank, times in (text.split(":") for text in texts)}
+
+
 def run(options: SimulateOptions, arguments: list[str]) -> None:
     """Simulate each topology, and again with balanced encoders; publish the predicted times."""
     from bascule.cli.command import publish, saved, waiting
@@ -85,6 +102,8 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
     options.check_steps(steps=options.steps, accumulate=options.accumulate)
     if options.gpu_hour_price is None:
         refuse(options, ("currency",), "names the money of --gpu-hour-price; give both")
+    if not options.slow_ranks:
+        refuse(options, ("set_speeds",), "only --slow-ranks have other speeds: give both")
     steps = options.steps or (_DEFAULT_STEPS if options.has_steps else 1)
     profile, cost = options.hardware(), options.cost
     params = None if options.params_b is None else max(round(options.params_b * 1e9), 1)
@@ -108,6 +127,10 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             is_epoch=options.train_steps is None and epoch is not None,
             gpu_hour_price=options.gpu_hour_price,
             currency=options.currency,
+            slow_ranks=_factors("--slow-ranks", options.slow_ranks),
+            slow_links=_factors("--slow-links", options.slow_links),
+            lost_nodes=options.lost_nodes,
+            set_speeds=options.set_speeds,
         )
         compare = partial(
             simulate, batches, profile=profile, model=cost, topologies=options.topologies

@@ -29,6 +29,13 @@ class Loaded:
     batch: Offer
     kinds: Ints  # (n, 2) text and other tokens of each, for encoders
 
+    def on_first(self, num_ranks: int) -> "Loaded":
+        """Return the same samples on the first ranks, which load in turn what the others had."""
+        owner = self.batch.owner
+        owner = np.where(owner < num_ranks, owner, np.arange(owner.size) % num_ranks)
+        order, counts = np.argsort(owner, kind="stable"), np.bincount(owner, minlength=num_ranks)
+        return Loaded(Offer.of(counts[None], self.batch.lens[order]), self.kinds[order])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
@@ -144,12 +151,14 @@ def planned(
     moves: str,
     cost: TransformerCost,
     cluster: Cluster,
+    speeds: Floats | None,
     run: Sequence[Loaded],
 ) -> Iterator[Placement]:
     """Place as `plan_batch` or `plan_greedily` does; communication counts only if bags differ."""
     is_mixed = len(set(topology.terms)) > 1
     step_cost = cluster.passes.cost(cost)
-    terms = Terms(topology, cost, cluster=cluster) if is_mixed else Terms(topology, step_cost)
+    wired = (cost, cluster) if is_mixed else (step_cost, None)
+    terms = Terms(topology, wired[0], speeds=speeds, cluster=wired[1])
     for loaded in run:
         offer = loaded.batch
         if is_greedy:
@@ -172,18 +181,20 @@ AUTO = "auto"
 _ADVICE = f"{', '.join(_POLICIES)}, loader, {AUTO}, a topology such as g4n8, or knapsack g4n8"
 
 
-def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
-    """Return the policy with a name (see `simulate`); it plans for the cluster's passes."""
+def policy_of(
+    name: str, cost: TransformerCost, cluster: Cluster, speeds: Floats | None = None
+) -> Policy:
+    """Return the policy with a name (see `simulate`), which plans for a cluster and its speeds."""
     num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]
     if name == "loader":
-        return partial(planned, Topology(((1, num_ranks),)), False, SAMPLES, cost, cluster)
+        return partial(planned, Topology(((1, num_ranks),)), False, SAMPLES, cost, cluster, speeds)
     planner, _, spec = name.rpartition(" ")
     if planner not in ("", "knapsack") or not spec.startswith("g"):
         raise ConfigError(f"topologies: {shown(name)}: give {_ADVICE}")
     topology = Topology.parse(spec, world_size=num_ranks)
-    return partial(planned, topology, bool(planner), TOKENS, cost, cluster)
+    return partial(planned, topology, bool(planner), TOKENS, cost, cluster, speeds)
 
 
 def _place(lens: Ints, kinds: Ints, rank_of: Ints, num_ranks: int) -> Placement:

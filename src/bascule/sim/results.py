@@ -328,6 +328,7 @@ class SimulationResult:
             ),
             notes=(
                 *(f"warning: {line}" for line in self.warnings),
+                *([f"In all steps, {options.troubles}."] if options.troubles else []),
                 f"Simulated, not measured, on {self.num_ranks} ranks of {self.profile}.",
                 *([self.profile.note] if self.profile.note else []),
                 f"Model and data: {self.model.shape}, {number(self.num_params / 1e9)} billion "

@@ -3,6 +3,7 @@
 Legend: N ranks, S ranks over which parameters are sharded, R replicas of the parameters.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ NUM_ROUTES = 4
 
 LOADER_BYTES_PER_S, SAMPLE_BYTES = 1e9, 128.0  # assumed: gloo, and a token of FLUX's latent in bf16
 _MOST_MICROBATCHES = 100_000
+_MOST_TIMES = 1e3  # as long: plans take no lower speeds
 _ALONE = 0.9  # share of a rank's work from which a sequence sets its time alone
 
 _BLOCK_VALUES = 34
@@ -131,6 +133,10 @@ class SimulationOptions:
         is_epoch: True if these steps are one epoch; the report then says so.
         gpu_hour_price: Price of a GPU-hour; None: no money is computed.
         currency: Currency of the price, such as USD.
+        slow_ranks: By rank, how many times as long it computes: {5: 1.5}.
+        slow_links: By rank, how many times as long it sends to other nodes.
+        lost_nodes: Number of nodes that are gone, the last ones; other ranks load their samples.
+        set_speeds: Plans know the slow ranks, as after `SequenceParallel.set_speeds`.
     """
 
     num_steps: int = 20
@@ -146,6 +152,10 @@ class SimulationOptions:
     is_epoch: bool = False
     gpu_hour_price: float | None = None
     currency: str = "USD"
+    slow_ranks: Mapping[int, float] = field(default_factory=dict[int, float])
+    slow_links: Mapping[int, float] = field(default_factory=dict[int, float])
+    lost_nodes: int = 0
+    set_speeds: bool = False
 
     def __post_init__(self) -> None:
         count, positive = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
@@ -159,6 +169,9 @@ class SimulationOptions:
             stages=(each, of_type, EncoderStage, "an EncoderStage(..)"),
             is_epoch=(of_type, bool, "True or False"),
             currency=(of_type, str, "a text such as EUR"),
+            set_speeds=(of_type, bool, "True or False"),
+            lost_nodes=whole,
+            **dict.fromkeys(("slow_ranks", "slow_links"), (of_type, Mapping, "factors by rank")),
         )
         if self.num_steps * self.accumulate > _MOST_MICROBATCHES:
             what = f"SimulationOptions: {self.num_steps} steps of {self.accumulate} microbatches"
@@ -174,6 +187,23 @@ class SimulationOptions:
         steps = f"{self.train_steps:,} steps"
         return f"one epoch ({steps})" if self.is_epoch else steps
 
+    @property
+    def troubles(self) -> str:
+        """What is wrong with the cluster, in words; empty if nothing is."""
+        does = ((self.slow_ranks, "computes"), (self.slow_links, "sends to other nodes"))
+        said = [f"rank {k} {does} {n:g} times as long" for of, does in does for k, n in of.items()]
+        said += ["plans know the slow ranks"] * self.set_speeds
+        return ", ".join(said + [f"nodes gone: {self.lost_nodes}"] * bool(self.lost_nodes))
+
+
+def factors(name: str, of_ranks: Mapping[int, float], num_ranks: int) -> Floats:
+    """Return (N,) factors, 1 for ranks without one; ConfigError for what is no rank or factor."""
+    values = np.ones(num_ranks)
+    for rank, factor in of_ranks.items():
+        place = whole(f"{name}: a rank", rank, 0, num_ranks - 1)
+        values[place] = number(f"{name}: the factor of rank {rank}", factor, 1.0, _MOST_TIMES)
+    return values
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -183,6 +213,13 @@ class Setup:
     cluster: Cluster
     host_s: float  # seconds that the host adds to a microbatch
     options: SimulationOptions
+    slow: Floats  # (N,) how many times as long ranks compute
+    far: Floats  # (N,) how many times as long ranks send to other nodes
+
+    def slowed(self, times: float) -> "Setup":
+        """Return the same with links between nodes that all take so many times as long."""
+        inter = self.cluster.inter_bytes_per_s / times
+        return replace(self, cluster=replace(self.cluster, inter_bytes_per_s=inter))
 
 
 class Microbatch(NamedTuple):
@@ -203,20 +240,27 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
     """Predict all passes of a microbatch; ranks wait for each other at its end, as in FSDP2."""
     cost, options, none = setup.cost, setup.options, np.zeros(placed.topology.num_ranks)
     spent = dict.fromkeys(KINDS, none) | _computed(placed, setup)
-    stages = np.array([stage.seconds(placed) for stage in options.stages]).reshape(-1, none.size)
+    bag_of_rank = placed.topology.bag_of_rank
+    for rank in np.flatnonzero(setup.far > 1.0):  # its bag waits for it in each exchange
+        longer = _computed(placed, setup.slowed(setup.far[rank]))
+        is_late = bag_of_rank == bag_of_rank[rank]
+        spent |= {kind: np.maximum(spent[kind], is_late * longer[kind]) for kind in longer}
+    stages = np.array([setup.slow * stage.seconds(placed) for stage in options.stages])
+    stages = stages.reshape(-1, none.size)
     spent["encoders"] = stages.sum(axis=0)
     if placed.moves == TOKENS:
         routed = options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * cost.d_model
-        routing = exchange_seconds(placed, setup.cluster, routed)
+        routing = exchange_seconds(placed, setup.cluster, routed, setup.far)
         # All ranks launch the exchanges if any token moves.
         spent["routing"] = routing + NUM_ROUTES * setup.cluster.latency_s * bool(routing.any())
-    gather, reduce = options.sharding.seconds(cost, setup.cluster)
+    # A ring over nodes is as fast as its slowest link.
+    gather, reduce = options.sharding.seconds(cost, setup.slowed(setup.far.max()).cluster)
     spent |= _exposed_sharding(spent, setup, gather, reduce)
     exposed = spent["all_gather"] + spent["reduce_scatter"]
     moved = none
     if placed.moves == SAMPLES:  # while the step before computes, which is assumed as long
-        sent = _sent(placed, setup.cluster).sum(axis=0)
-        moved = sent * (SAMPLE_BYTES / LOADER_BYTES_PER_S)
+        near, far = _sent(placed, setup.cluster)
+        moved = (near + far * setup.far) * (SAMPLE_BYTES / LOADER_BYTES_PER_S)
     spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
     staged = zip(stages, options.stages, strict=True)
     waits = sum((by_rank.max() - by_rank for by_rank, stage in staged if stage.is_balanced), none)
@@ -252,6 +296,7 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     compute, ulysses, ring = map(placed.by_rank, parts)
     launches, host = prices.carried, prices.exposed_host(bag_of)
     ulysses, host = ulysses + launches[topology.bag_of_rank], host[topology.bag_of_rank]
+    compute = compute * setup.slow
     return {"compute": compute, "ulysses": ulysses, "ring": ring, "host": setup.host_s + host}
 
 
@@ -271,10 +316,12 @@ def _exposed_sharding(
     }
 
 
-def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
+def exchange_seconds(
+    placed: Placement, cluster: Cluster, bytes_per_token: float, far_times: Floats | float = 1.0
+) -> Floats:
     """Return (N,) seconds that ranks need to send sequences to the bags that compute them."""
     near, far = _sent(placed, cluster) * bytes_per_token
-    return np.asarray(cluster.wires.sending(near, far))
+    return np.asarray(cluster.wires.sending(near, far * far_times))
 
 
 def _sent(placed: Placement, cluster: Cluster) -> Floats:

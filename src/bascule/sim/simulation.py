@@ -10,7 +10,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from bascule.checks import listed, of_type
+from bascule.arrays import Floats
+from bascule.checks import listed, of_type, whole
 from bascule.errors import ConfigError, PlanError
 from bascule.machine.cluster import Cluster, HardwareProfile
 from bascule.machine.costs import TransformerCost
@@ -18,12 +19,14 @@ from bascule.plan.offer import Offer, offer_of
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import AUTO, TOKENS, Loaded, Policy, planned, policy_of, split
 from bascule.sim.results import SimulatedRun, SimulationResult
-from bascule.sim.seconds import KINDS, Setup, SimulationOptions, microbatch
+from bascule.sim.seconds import KINDS, Setup, SimulationOptions, factors, microbatch
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths
 from bascule.workload.traces.writing import Kind, Segment
 
 _MOST_BATCHES, _MOST_RANKED = 20, 20_000
 """Most batches and sequences for which `auto` ranks topologies, so that it takes seconds."""
+
+_On = tuple[TransformerCost, Cluster, Floats | None]  # for which plans are made; speeds of ranks
 
 _ORDER: tuple[tuple[str, Kind], ...] = (
     ("loader", "communication"),
@@ -79,9 +82,16 @@ def simulate(
     if not names:
         raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
     cluster = _cluster(profile, num_ranks, options.ranks_per_node)
-    setup = Setup(model, cluster, profile.host_s or 0.0, options)
-    priced = model, replace(cluster, passes=options.passes)
-    unlimited = replace(model, bytes_per_token=None), priced[1]
+    if options.lost_nodes:
+        left = whole("lost_nodes: nodes left", cluster.num_nodes - options.lost_nodes, 1)
+        cluster, num_ranks = replace(cluster, num_nodes=left), left * cluster.ranks_per_node
+        run = [loaded.on_first(num_ranks) for loaded in run]
+    slow = factors("slow_ranks", options.slow_ranks, num_ranks)
+    far = factors("slow_links", options.slow_links, num_ranks)
+    setup = Setup(model, cluster, profile.host_s or 0.0, options, slow, far)
+    speeds = 1.0 / slow if options.set_speeds else None
+    priced = model, replace(cluster, passes=options.passes), speeds
+    unlimited = replace(model, bytes_per_token=None), *priced[1:]
     peak, memory = profile.peak_flops_per_s, profile.memory_bytes or math.inf
     common: dict[str, Any] = {"peak_flops_per_s": None if peak is None else peak * num_ranks}
     common["stages"] = tuple(stage.name for stage in options.stages)
@@ -104,11 +114,9 @@ def simulate(
     return SimulationResult(profile, tuple(runs), model, options, sequences, num_steps, tokens)
 
 
-def _placed(
-    name: str, run: list[Loaded], setup: Setup, on: tuple[TransformerCost, Cluster]
-) -> tuple[str, list[Any]]:
+def _placed(name: str, run: list[Loaded], setup: Setup, on: _On) -> tuple[str, list[Any]]:
     """Return the label of a policy, and the columns of its microbatches."""
-    label, policy = _suggest(run, *on) if name == AUTO else (name, policy_of(name, *on))
+    label, policy = _suggest(run, on) if name == AUTO else (name, policy_of(name, *on))
     parts = [microbatch(placed, setup) for placed in policy(run)]
     return label, list(map(np.array, zip(*parts, strict=True)))
 
@@ -120,12 +128,12 @@ def _cluster(profile: HardwareProfile, num_ranks: int, per_node: int | None) -> 
     return profile.cluster(num_ranks // per_node, per_node)
 
 
-def _suggest(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:
+def _suggest(run: list[Loaded], on: _On) -> tuple[str, Policy]:
     """Choose the fastest topology for the first batches; return its name and policy."""
     most = max(_MOST_RANKED // max(run[0].batch.lens.size, 1), 1)
     batches = [microbatch.batch for microbatch in run[: min(most, _MOST_BATCHES)]]
-    ranking = suggest_topology(batches, cost, cluster)
-    policy = partial(planned, ranking.best, False, TOKENS, cost, cluster)
+    ranking = suggest_topology(batches, *on[:2])
+    policy = partial(planned, ranking.best, False, TOKENS, *on)
     return f"{AUTO} {ranking.rows[0].spec}", policy
 
 
