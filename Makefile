@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest nightly stress plugins kubernetes sky site dist format
+.PHONY: help env demo test lint types contracts pytest nightly stress slurm plugins kubernetes sky site dist format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -54,6 +54,13 @@ nightly: $(VENV)/.dev ## commands, guides, examples, scripts and hosts of plug-i
 
 stress: $(VENV)/.dev ## the tests that take minutes, and the cases that pytest leaves out
 	$(BIN)/pytest -m stress --timeout 1800
+
+SLURM := slurmctld slurmd slurm-client
+slurm: $(VENV)/.dev ## the files of examples/slurm, on a Slurm of two nodes on this machine (Debian, root)
+	@type slurmctld slurmd sbatch >/dev/null 2>&1 || { \
+	  apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(SLURM); } || { \
+	  echo "make slurm: Slurm is not installed; as root of Debian: apt-get install $(SLURM)"; exit 1; }
+	$(BIN)/pytest -m stress tests/slurm
 
 # Trainers pin versions that exclude each other, so each has an environment of its own.
 HOSTS := $(patsubst tests/plugins/pins/%.txt,%,$(wildcard tests/plugins/pins/*.txt))

@@ -10,7 +10,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 _MARK = re.compile(r"^( *```\w+) .*$", re.MULTILINE)
-_EXAMPLE = re.compile(r"\]\(\.\./examples/(\w+)\.\w+\)")
+_EXAMPLE = re.compile(r"\]\(\.\./examples/([\w/]+)\.(?:py|sbatch)\)")
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 _LISTS = ("bascule/**/__init__.py", "bascule/costs.py", "bascule/sparse.py")
@@ -20,7 +20,7 @@ _OWN = ("bascule/errors.py", "bascule/peers.py", "bascule/plugins/[!_]*.py")  # 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
     made = {"benchmarks.md": benchmarks_page(), "proven.md": proven_page(), "api.md": api_page()}
-    made |= {f"gallery/{path.stem}.md": gallery_page(path) for path in examples()}
+    made |= {f"gallery/{name}.md": gallery_page(path) for name, path in examples().items()}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -31,9 +31,11 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return _EXAMPLE.sub(r"](gallery/\1.md)", _MARK.sub(r"\1", markdown))
 
 
-def examples() -> list[Path]:
-    """The programs of `examples/`."""
-    return sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
+def examples() -> dict[str, Path]:
+    """The programs and jobs of `examples/`, by folder and name."""
+    folder = ROOT / "examples"
+    paths = sorted((*folder.rglob("*.py"), *folder.rglob("*.sbatch")))
+    return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
 
 
 def gallery_page(path: Path) -> str:

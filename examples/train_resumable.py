@@ -4,7 +4,7 @@
 
 A loop to copy: put your data set and your model in place of the two classes below. Run it again to
 go on from the newest checkpoint, on any number of ranks: losses are the same, as the samples of a
-step, their noise and their timesteps do not depend on the ranks. SIGTERM saves and ends.
+step, their noise and their timesteps do not depend on the ranks. SIGTERM and SIGUSR1 save and end.
 """
 
 import argparse
@@ -224,8 +224,9 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    asked = torch.zeros(1)  # whether this rank got SIGTERM
-    signal.signal(signal.SIGTERM, lambda *_: asked.fill_(1))
+    asked = torch.zeros(1)  # whether this rank got a signal
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: asked.fill_(1))
     try:
         run = Run(args, device)
         run.resume()
@@ -241,6 +242,7 @@ def main() -> None:
             if is_last:
                 break
     finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # else a second one kills a rank that ends
         dist.destroy_process_group()
 
 
