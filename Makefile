@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest nightly stress slurm plugins kubernetes sky site dist format
+.PHONY: help env demo test lint types contracts pytest nightly stress slurm plugins ray kubernetes sky site dist format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -65,6 +65,8 @@ slurm: $(VENV)/.dev ## the files of examples/slurm, on a Slurm of two nodes on t
 # Trainers pin versions that exclude each other, so each has an environment of its own.
 HOSTS := $(patsubst tests/plugins/pins/%.txt,%,$(wildcard tests/plugins/pins/*.txt))
 plugins: $(HOSTS:%=plugins-%) ## the adapters, each with its trainer in .venv-plugins; or plugins-NAME
+
+ray: plugins-ray ## Ray Train and Ray Serve on a local cluster of two nodes
 
 .PRECIOUS: $(VENV)-plugins/%/.made
 plugins-%: $(VENV)-plugins/%/.made

@@ -1,0 +1,182 @@
+"""For `serve run bascule.plugins.ray_serve:app command="--model models/flux --ranks 8"`."""
+
+# pyright: reportMissingImports=false
+
+import asyncio
+import itertools
+import os
+import re
+import shlex
+import socket
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import ray
+from pydantic import BaseModel
+from ray import serve
+from ray.exceptions import ActorAlreadyExistsError
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from bascule.cli import parse
+from bascule.errors import ConfigError
+from bascule.options import check_options
+from bascule.serve.guard import answer
+from bascule.serve.options import ServeOptions
+from bascule.serve.status import Closing
+
+_OF_CONNECTION = {b"connection", b"date", b"keep-alive", b"transfer-encoding"}  # headers
+_BACKLOG = re.compile(r"^bascule_backlog_seconds (\S+)", re.MULTILINE)
+_WITH_ID = re.compile(r"/v1/(requests|videos)/(?!sync$)")
+
+
+class Settings(BaseModel, extra="forbid"):
+    """Settings of `app`: options of `bascule serve`, and what Ray asks for."""
+
+    command: str  # with --ranks; in --spool, each replica has a folder of its own
+    gpus: float = 1.0  # of a rank
+    backlog_s: float = 60.0  # predicted seconds of accepted work for each replica
+    scaling: dict[str, Any] = {}  # of Ray's AutoscalingConfig: max_replicas, ..
+
+
+def app(settings: Settings) -> serve.Application:
+    """Return the application; ConfigError for options that `bascule serve` refuses."""
+    options: ServeOptions = parse(["serve", *shlex.split(settings.command)])[1]
+    check_options(options)
+    options.check()
+    if options.ranks is None:
+        raise ConfigError("--ranks is missing: give the number of ranks of a replica")
+    policy = AutoscalingPolicy(policy_function=replicas_by_backlog)
+    bundle = {"CPU": 1.0} | ({"GPU": settings.gpus} if settings.gpus else {})
+    deployment = serve.deployment(
+        name="bascule",
+        ray_actor_options={"num_cpus": 0},  # beside rank 0
+        placement_group_bundles=[bundle] * options.ranks,
+        max_ongoing_requests=2 * options.most_waiting + 1000,  # they wait in `bascule serve`
+        autoscaling_config=AutoscalingConfig(**settings.scaling, policy=policy),
+        health_check_period_s=2.0,
+        graceful_shutdown_timeout_s=600.0,  # for accepted work
+    )
+    return deployment(Replica).bind(replace(options, spool=options.spool.resolve()), settings)
+
+
+def replicas_by_backlog(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Return how many replicas the accepted work needs; a policy of Ray Serve."""
+    return sum((context.aggregated_metrics or {}).get("replicas", {}).values()), {}
+
+
+@ray.remote
+class Rank:
+    """Actor of a rank."""
+
+    def run(self, options: ServeOptions, job: dict[str, str]) -> None:
+        """Serve as a rank of a job; errors as `run_server`."""
+        from bascule.cli.launch import joined  # not by Ray's controller: it loads torch
+        from bascule.serve.serving import run_server
+
+        os.environ |= job
+        with joined(options.timeout_s) as device:
+            run_server(options, device, lambda: False)
+
+
+class Replica:
+    """Replica of Ray Serve: a placement group, whose actors are the ranks of one `bascule serve`.
+
+    It is on the node of rank 0, and forwards calls to it. Accepted requests are in the first folder
+    of the spool that no other replica uses.
+    """
+
+    def __init__(self, options: ServeOptions, settings: Settings) -> None:
+        self._root, self._backlog_s, self._misses = options.spool, settings.backlog_s, 0
+        self._key = {"Authorization": f"Bearer {(options.api_key() or b'').decode()}"}
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        self._client = httpx2.AsyncClient(limits=limits, timeout=None, trust_env=False)
+        node, num_ranks = ray.util.get_node_ip_address(), options.ranks or 0
+        with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
+            meeting, port = first.getsockname()[1], second.getsockname()[1]
+        # Ray shows each actor its own GPUs alone.
+        job = {"MASTER_ADDR": node, "MASTER_PORT": str(meeting), "LOCAL_RANK": "0"}
+        job |= {"WORLD_SIZE": str(num_ranks)}
+        group = ray.util.get_current_placement_group()
+        for number in itertools.count():
+            options = replace(options, port=port, spool=self._root / str(number))
+            with suppress(ActorAlreadyExistsError):  # another replica uses it
+                self._ranks = [
+                    Rank.options(
+                        name=f"{options.spool} rank {rank}",
+                        namespace="bascule",
+                        num_gpus=settings.gpus,
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
+                    ).remote()
+                    for rank in range(num_ranks)
+                ]
+                break
+        self._ends = [
+            actor.run.remote(options, job | {"RANK": str(rank)})
+            for rank, actor in enumerate(self._ranks)
+        ]
+        self._url = f"http://{node if options.host == '0.0.0.0' else options.host}:{port}"
+        is_open = False
+        while not is_open:
+            self._check_ranks(wait_s=0.5)
+            with suppress(httpx2.TransportError):
+                is_open = httpx2.get(f"{self._url}/health", trust_env=False).is_success
+        (options.spool / "address").write_text(self._url, encoding="utf-8")
+
+    def _check_ranks(self, wait_s: float = 0.0) -> None:
+        """Raise the error of a rank that has ended."""
+        ray.get(ray.wait(self._ends, timeout=wait_s)[0])
+
+    async def check_health(self) -> None:
+        """Refuse a replica without a rank or a server, and leave its folder to the next one."""
+        try:
+            self._check_ranks()
+            (await self._client.get(f"{self._url}/health")).raise_for_status()
+            self._misses = 0
+        except Exception:
+            self._misses += 1
+            for rank in self._ranks if self._misses > 1 else ():  # Ray waits for a third miss
+                ray.kill(rank)
+            raise
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return how many replicas the work that was accepted here needs."""
+        metrics = await self._client.get(f"{self._url}/metrics", headers=self._key)
+        return {"replicas": float(_BACKLOG.findall(metrics.text)[0]) / self._backlog_s}
+
+    async def __del__(self) -> None:
+        """Finish the accepted work before Ray stops this replica."""
+        with suppress(httpx2.HTTPError):
+            while (await self.record_autoscaling_stats())["replicas"] > 0:
+                await asyncio.sleep(0.5)
+
+    async def __call__(self, request: Request) -> Response:
+        """Forward a call to rank 0; one of an id that it does not know to the other replicas."""
+        headers, urls, content = request.headers, [self._url], None
+        if _WITH_ID.match(request.url.path):
+            others = {path.read_text() for path in self._root.glob("*/address")} - {self._url}
+            urls += [*others, self._url] if others else []  # its own 404, if all say so
+            content = await request.body()
+        elif "content-length" in headers or "transfer-encoding" in headers:
+            content = request.stream()
+        sent = [pair for pair in headers.raw if pair[0] not in _OF_CONNECTION]
+        path = str(request.url.replace(scheme="", netloc=""))
+        for number, url in enumerate(urls, 1):
+            how: Any = {"headers": sent, "content": content}
+            call = self._client.build_request(request.method, f"{url}{path}", **how)
+            with suppress(httpx2.TransportError):  # this replica's ranks have ended
+                response = await self._client.send(call, stream=True)
+                if response.status_code == 404 and number < len(urls):
+                    await response.aclose()
+                    continue
+                end, parts = BackgroundTask(response.aclose), response.aiter_raw()
+                answered = StreamingResponse(parts, response.status_code, background=end)
+                rows = [(name.lower(), value) for name, value in response.headers.raw]
+                answered.raw_headers = [row for row in rows if row[0] not in _OF_CONNECTION]
+                return answered
+        return answer(None, Closing("ranks of this server have ended: they start again"))
