@@ -31,6 +31,7 @@ MODULES = {
     "vlm": ("vlm",),
     "serving": ("requests", "policies"),
     "server": ("server", "recovery", "memory"),
+    "router": ("router",),
     "batching": ("batching",),
     "wire": ("ring", "quantize"),
     "plugins": ("plugins",),

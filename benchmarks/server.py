@@ -145,15 +145,15 @@ def recovery(*, num_kills: int = 6, quick: bool = False) -> dict[str, Any]:
     kills, ids = list[dict[str, float]](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         options = ["--ranks", "4", "--spool", folder, "--max-restarts", "99"]
-        with _command(options) as (process, url, lines):
+        with serving_command(options) as (process, url, lines):
             for turn in range(2 if quick else num_kills):
                 for seed in range(8):
                     settings = {"size": "64x64", "steps": 60, "seed": seed, "prompt": "a boat"}
-                    ids.append(_post(f"{url}/v1/requests", settings)["data"][0]["id"])
+                    ids.append(post(f"{url}/v1/requests", settings)["data"][0]["id"])
                 time.sleep(1.0)
                 rank = turn % 2 * (1 + turn % 3)
                 kills.append({"rank": rank, **_killed(process, rank, url, lines)})
-                _until(lambda: all(_state(url, name) in ("done", "failed") for name in ids))
+                until(lambda: all(_state(url, name) in ("done", "failed") for name in ids))
             states = [_state(url, name) for name in ids]
     seconds = [kill["seconds"] for kill in kills]
     for stage in STAGES:
@@ -183,18 +183,18 @@ def memory(*, group: int = 5, quick: bool = False) -> dict[str, Any]:
         for seed, name in enumerate(names):
             _save_lora(loras, name, seed)
         options = ["--ranks", "1", "--spool", str(Path(folder, "spool"))]
-        with _command([*options, "--lora-folder", str(loras)]) as (process, url, _):
+        with serving_command([*options, "--lora-folder", str(loras)]) as (process, url, _):
             for name in names:
-                _post(f"{url}/v1/loras", {"name": name})
+                post(f"{url}/v1/loras", {"name": name})
 
             def use(client: int, turn: int) -> None:
                 name = names[(4 * turn + client) % NUM_ADAPTERS]
                 if turn % 4 == client:
                     with urlopen(Call(f"{url}/v1/loras/{name}", method="DELETE")):
                         pass
-                    _post(f"{url}/v1/loras", {"name": name})
+                    post(f"{url}/v1/loras", {"name": name})
                 body = {"prompt": "a boat", "size": "32x32", "steps": 1, "n": group, "seed": turn}
-                _post(f"{url}/v1/images/generations", body | {"lora": [{"name": name}]})
+                post(f"{url}/v1/images/generations", body | {"lora": [{"name": name}]})
 
             turn = 0
             with ThreadPoolExecutor(4) as clients:
@@ -235,7 +235,7 @@ def _used(pid: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _command(
+def serving_command(
     options: Sequence[str],
 ) -> Iterator[tuple["subprocess.Popen[str]", str, list[tuple[float, str]]]]:
     """Run `bascule serve` of the tiny model; yield its process, URL, and lines with their times."""
@@ -251,7 +251,7 @@ def _command(
     lines, url = list[tuple[float, str]](), f"http://127.0.0.1:{port}"
     threading.Thread(target=_note, args=(process, lines), daemon=True).start()
     try:
-        _until(lambda: _answers(url))
+        until(lambda: answers(url))
         yield process, url, lines
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -259,7 +259,7 @@ def _command(
         process.kill()
 
 
-def _post(url: str, settings: Mapping[str, Any]) -> Any:
+def post(url: str, settings: Mapping[str, Any]) -> Any:
     call = Call(url, json.dumps(settings).encode(), {"Content-Type": "application/json"})
     with urlopen(call, timeout=300) as answer:
         return json.load(answer)
@@ -277,9 +277,9 @@ def _killed(
     """Kill a rank; return the seconds of each stage until the server answers again, and of all."""
     pids, first, at = _pids(process.pid), len(lines), time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
-    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
     ended = time.monotonic()
-    _until(lambda: _answers(url))
+    until(lambda: answers(url))
     seconds, before = {"seconds": time.monotonic() - at}, at
     for stage, pattern in STAGES.items():
         found = [t for t, line in lines[first:] if pattern is not None and re.search(pattern, line)]
@@ -297,7 +297,7 @@ def _pids(launcher: int) -> dict[int, int]:
     return pids
 
 
-def _until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
@@ -305,7 +305,7 @@ def _until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
         time.sleep(0.01)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:
             return answer.status == 200

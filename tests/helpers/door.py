@@ -52,6 +52,7 @@ class FakeService:
     room: int = 1000
     reason: str = ""
     fails_with: str = "no memory"
+    backlog_s: float = 0.0
     on_change: Callable[[Status], None] | None = None
     parent: Any = None  # of the newest request
     asked: dict[str, Asked] = field(default_factory=dict[str, Asked])
@@ -112,8 +113,10 @@ class FakeService:
                 raise Unknown(f"there is no request {request_id}")
             return self.of[request_id]
 
-    def statuses(self) -> list[Status]:
+    def statuses(self, key: str | None = None) -> list[Status]:
         with self.lock:
+            if key is not None:
+                return [self.of[name] for name in self.keys[key][1]] if key in self.keys else []
             every = list(self.of.values())
         ended = [one for one in every if one.has_ended]
         return [one for one in every if not one.has_ended] + ended[::-1][:20]
@@ -126,7 +129,7 @@ class FakeService:
             return every[:num]
 
     def metrics(self) -> bytes:
-        return b"bascule_ranks 2.0\n"
+        return b"bascule_ranks 2.0\nbascule_backlog_seconds %f\n" % self.backlog_s
 
     def cancel(self, request_id: str) -> Status:
         with self.lock:

@@ -106,6 +106,7 @@ TESTS = {  # files whose tests set the options of commands with ranks, and look 
     "generate": "test_generate_command.py test_generation.py",
     "serve": "test_service.py test_service_turns.py test_door.py test_serve_engine.py serving.py "
     "test_serve_faults.py test_serve_options.py test_advise.py",
+    "route": "test_route.py routers.py",
     "doctor": "test_doctor.py test_doctor_ranks.py",
     "calibrate": "test_calibrate_ranks.py test_calibrate_blocks.py test_calibration.py",
 }

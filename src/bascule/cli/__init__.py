@@ -20,6 +20,7 @@ COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` tak
     "bench": "Train on the same batches without and with balancing.",
     "generate": "Make images or videos with a pipeline of diffusers.",
     "serve": "Serve a pipeline of diffusers over HTTP, in OpenAI's form.",
+    "route": "Send calls of clients to several jobs of bascule serve.",
     "doctor": "Check the ranks before a run: versions, links and speed.",
     "calibrate": "Measure this machine, and save a profile for predictions.",
 }

@@ -89,7 +89,7 @@ def _settings(name: str, hint: Any, default: Any, words: str) -> dict[str, Any]:
         value = "A B .." if element is str else f"{value} {value} .."
     elif POSITIONAL in rules:
         settings |= {} if default is MISSING else {"nargs": "?", "default": default}
-        value = name.upper()
+    value = name.upper() if POSITIONAL in rules else value
     return settings | {"type": element, "metavar": value}
 
 

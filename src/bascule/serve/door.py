@@ -7,8 +7,6 @@ service's thread wakes; blocking calls run in a few threads. FastAPI routes, uvi
 import asyncio
 import base64
 import json
-import logging
-import resource
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
-import uvicorn
 from anyio import CancelScope, CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -31,7 +28,7 @@ from starlette.types import Send
 from bascule.generate.options import VIDEO, Prompt
 from bascule.serve import forms, schema
 from bascule.serve.forms import Format, ImageForm, VideoForm
-from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, Connection, Guard, answer, hide_folders
+from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, answer, disconnect, guarded, hide_folders
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Closing, Refusal, Status
 from bascule.serve.tracing import parent_of
@@ -48,7 +45,6 @@ _EVENTS = "text/event-stream"
 _IMAGES, _EDITS = "/v1/images/generations", "/v1/images/edits"
 _CONTENT = {media: {} for media in ("image/png", "image/jpeg", "image/webp", "video/mp4")}
 
-_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -126,26 +122,8 @@ class Door:
     def start(self) -> None:
         """Listen, and answer calls in a thread; ConfigError if the address is not free."""
         most_open = 2 * self._options.most_waiting + 1000
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        num_files = max(soft, 3 * most_open)  # a connection is a file
-        if hard != resource.RLIM_INFINITY:
-            num_files = min(num_files, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
-        most_open = min(most_open, num_files // 3)
-        path = self._options.api_key_file
-        if path is not None and path.stat().st_mode & 0o077:  # not refused: container mounts are so
-            _log.warning("other users of this machine can read %s: chmod 600 %s", path, path)
-        listener = self._options.listen()
-        host, port = listener.getsockname()[:2]
-        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        settings: Any = {"http": Connection, "loop": "asyncio", "ws": "none", "lifespan": "on"}
-        settings |= {"log_config": None, "access_log": False, "server_header": False}
-        settings |= {"limit_concurrency": most_open, "timeout_graceful_shutdown": _GRACE_S}
-        settings["headers"] = [("X-Content-Type-Options", "nosniff")]
-        config = uvicorn.Config(Guard(self._app, self._options, most_open), **settings)
-        for name in ("uvicorn.error", "python_multipart.multipart", "opentelemetry.trace"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # they warn of clients' mistakes
-        self._server = uvicorn.Server(config)
+        server = guarded(self._app, self._options, most_open, _GRACE_S)
+        self._server, listener, self.address = server
         serve = partial(self._server.run, [listener])
         self._thread = threading.Thread(target=serve, name="bascule door", daemon=True)
         self._thread.start()
@@ -298,11 +276,7 @@ class Door:
             async with aclosing(self._changes(request_id)) as changes:
                 return [status async for status in changes][-1]
 
-        async def disconnect() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        ends, gone = asyncio.gather(*map(end_of, ids)), asyncio.ensure_future(disconnect())
+        ends, gone = asyncio.gather(*map(end_of, ids)), asyncio.ensure_future(disconnect(request))
         try:
             await asyncio.wait({ends, gone}, return_when=asyncio.FIRST_COMPLETED)
             if ends.done():
@@ -331,9 +305,10 @@ class Door:
         _, statuses = await self._submit(request, self._form)
         return _list_of(map(_row, statuses))
 
-    async def _list(self) -> Any:
-        """List the requests that have not ended, and the latest that have."""
-        rows = _list_of(map(_row, await self._call(self._service.statuses)))
+    async def _list(self, request: Request) -> Any:
+        """List the requests that have not ended, and the latest that have; or those of a key."""
+        key = request.headers.get("idempotency-key")
+        rows = _list_of(map(_row, await self._call(self._service.statuses, key)))
         rows |= {"kind": self._service.kind, "takes_image": self._service.takes_image}
         return rows | {"model": self._options.model_name, "num_ranks": self._service.num_ranks}
 

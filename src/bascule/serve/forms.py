@@ -41,6 +41,13 @@ _KINDS = {"string": "text", "integer": "a whole number", "number": "a number"}
 _KINDS |= {"boolean": "true or false"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
 
+_WORK = re.compile(  # numbers in JSON or a form
+    rb'"(size|width|height|n|seconds|fps|frames|num_frames|steps|num_inference_steps)"'
+    rb'(?:\s*:\s*"?|(?:\r\n[^\r\n]+)*\r\n\r\n)(\d{1,6}(?:x\d{1,6})?)'
+)
+_SCANNED = 2**16  # bytes at both ends of a body
+_USUAL = {"size": "1024x1024", "steps": "28", "n": "1", "seconds": "0", "fps": "16"}
+
 ALIASES = {"num_inference_steps": "steps", "num_frames": "frames", "num_outputs_per_prompt": "n"}
 ALIASES |= {"guidance_scale": "guidance", "true_cfg_scale": "guidance"}
 """Our fields, by their names on other servers."""
@@ -172,6 +179,18 @@ async def read(request: Request, kind: type[Any], options: ServeOptions) -> tupl
         raise _wrong("image", f"{num} pictures are too many: give at most {_MOST_PICTURES}")
     fields = {name: value for name, value in _checked(others).items() if value is not None}
     return _validated(kind, _renamed(fields)), pictures
+
+
+def work_of(body: bytes) -> float:
+    """Return pixels times steps of what a call asks for, as far as it says so, unchecked."""
+    ends = body[:_SCANNED] + body[_SCANNED:][-_SCANNED:]
+    pairs = [(name.decode(), value.decode()) for name, value in _WORK.findall(ends)]
+    asked = _USUAL | {ALIASES.get(name, name): value for name, value in pairs}
+    if "width" in asked and "height" in asked:
+        asked["size"] = f"{asked['width']}x{asked['height']}"
+    numbers = {name: [*map(int, value.split("x"))] for name, value in asked.items()}
+    frames = numbers.get("frames", [numbers["seconds"][0] * numbers["fps"][0] + 1])
+    return math.prod([*numbers["size"], *numbers["steps"], *numbers["n"], *frames], start=1.0)
 
 
 def queried(request: Request, kind: type[_Fields]) -> _Fields:

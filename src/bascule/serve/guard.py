@@ -2,12 +2,16 @@
 
 import asyncio
 import hmac
+import logging
 import re
+import resource
+import socket
 import time
 from collections import Counter
 from dataclasses import fields
 from typing import Any
 
+import uvicorn
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -17,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
-from bascule.serve.options import ServeOptions
+from bascule.serve.options import Address
 from bascule.serve.status import Refusal
 
 _HEADERS_S = 20.0  # longest wait for a request's headers
@@ -32,6 +36,8 @@ _SOON = {"Retry-After": "1"}
 _FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/:'\"]+/)+")  # the folders of a path in a text
 _FIELD = re.compile(rf"({'|'.join(field.name for field in fields(Prompt))})\b")
 NO_RETRY = {"x-should-retry": "false"}  # else OpenAI's client would make a request twice
+
+_log = logging.getLogger(__name__)
 
 CLIENT_ERRORS = Refusal, ConfigError, HTTPException, ClientDisconnect
 """Exceptions that a client caused; any other is the server's."""
@@ -71,11 +77,23 @@ def hide_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
-class Guard:
-    """ASGI app that refuses calls without the key, from pages of other sites, or beyond limits."""
+async def disconnect(request: Request) -> None:
+    """Wait until the client of a call, whose body was read, has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, most_open: int) -> None:
+
+class Guard:
+    """ASGI app that refuses calls without the key, from pages of other sites, or beyond limits.
+
+    With `keeps`, the app keeps a body as long as the call takes.
+    """
+
+    def __init__(
+        self, app: ASGIApp, options: Address, most_open: int, *, keeps: bool = False
+    ) -> None:
         self._app, self._key, self._names = app, options.api_key(), _LOCAL | {options.host}
+        self._keeps = keeps
         self._max_body_bytes, self._body_bytes = options.max_body_bytes, 0  # of a body; of all
         self._most_open, self._num_open = most_open, 0
 
@@ -88,8 +106,9 @@ class Guard:
 
         async def receive_counted() -> Message:
             nonlocal size, is_read
-            if is_read:  # the app has dropped the body, and waits for the client to disconnect
-                self._body_bytes, size = self._body_bytes - size, 0
+            if is_read:  # the app waits for the client to disconnect
+                if not self._keeps:
+                    self._body_bytes, size = self._body_bytes - size, 0
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
@@ -182,3 +201,41 @@ class Connection(H11Protocol):
             self.transport.close()
         elif not self.transport.is_closing():
             self.loop.call_later(_HEADERS_S, self._close_if_silent, self.cycle)
+
+
+def guarded(
+    app: ASGIApp, options: Address, most_open: int, grace_s: int, *, keeps: bool = False
+) -> tuple[uvicorn.Server, socket.socket, str]:
+    """Return a server of an app behind a `Guard`, its socket, which listens, and its URL.
+
+    It keeps `most_open` connections, or fewer if this process may not open three files for each.
+    Open answers get `grace_s` at the end. ConfigError if the address is not free.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = max(soft, 3 * most_open)  # a connection is a file
+    if hard != resource.RLIM_INFINITY:
+        num_files = min(num_files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    most_open = min(most_open, num_files // 3)
+    path = options.api_key_file
+    if path is not None and path.stat().st_mode & 0o077:  # not refused: container mounts are so
+        _log.warning("other users of this machine can read %s: chmod 600 %s", path, path)
+    listener = options.listen()
+    host, port = listener.getsockname()[:2]
+    config = uvicorn.Config(
+        Guard(app, options, most_open, keeps=keeps),
+        http=Connection,
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        headers=[("X-Content-Type-Options", "nosniff")],
+        limit_concurrency=most_open,
+        timeout_graceful_shutdown=grace_s,
+    )
+    for name in ("uvicorn.error", "python_multipart.multipart", "opentelemetry.trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn of clients' mistakes
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return uvicorn.Server(config), listener, address

@@ -1,6 +1,7 @@
-"""Options of `bascule serve`. Imports no torch."""
+"""Options of `bascule serve` and `bascule route`. Imports no torch."""
 
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,22 +13,103 @@ from typing import Annotated
 from bascule.errors import ConfigError
 from bascule.files import read_lines
 from bascule.generate.options import EngineOptions, adapter_file
-from bascule.options import REPEATED, Group, NewFolder, Outputs, Range, refuse
+from bascule.options import (
+    LONGEST_S,
+    POSITIONAL,
+    REPEATED,
+    Group,
+    NewFolder,
+    Outputs,
+    Range,
+    refuse,
+)
 from bascule.plan.requests import SERVED, Policy, Request, policy_of
 
 _SHORTEST_KEY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Outputs, EngineOptions):
+class Address:
+    """Where an HTTP server listens, and what its clients send.
+
+    Attributes:
+        host: Address to listen at. If other machines can reach it, --api-key-file is required.
+        port: Port to listen at; 0 for a free one, which changes at each start.
+        api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
+        max_body_bytes: Most bytes of the body of a call.
+    """
+
+    host: Annotated[str, Group("Address")] = "127.0.0.1"
+    port: Annotated[int, Range(0, 2**16 - 1)] = 8000
+    api_key_file: Path | None = None
+    max_body_bytes: Annotated[int, Range(10**3, 2**30)] = 2**25
+
+    def api_key(self) -> bytes | None:
+        """Return the key that clients must send; ConfigError if it is needed but not given."""
+        if self.api_key_file is None:
+            is_local = self.host == "localhost"
+            with suppress(ValueError):  # of a name
+                is_local = is_local or ipaddress.ip_address(self.host).is_loopback
+            if not is_local:
+                fix = "give --api-key-file, a file with a key on one line, or --host 127.0.0.1"
+                raise ConfigError(f"--host {self.host}: others can reach this address: {fix}")
+            return None
+        lines = [line.strip() for line in read_lines(self.api_key_file) if line.strip()]
+        if len(lines) != 1 or len(lines[0]) < _SHORTEST_KEY or not lines[0].isascii():
+            needed = f"one line of {_SHORTEST_KEY} ASCII characters or more: openssl rand -hex 32"
+            raise ConfigError(f"--api-key-file {self.api_key_file}: give {needed}")
+        return lines[0].encode()
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens at the address; ConfigError if that cannot be."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
+        except OSError as error:
+            what = f"--host {self.host} --port {self.port}: cannot listen there: "
+            reason = str(error.strerror or error).partition(" (while")[0]  # not the address again
+            what += f"{reason}; give another --port, or 0 for one that is free"
+            raise ConfigError(what) from None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # clients without power
+        return listener
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteOptions(Address):
+    """Send calls of clients to one of several jobs of bascule serve, which serve one model.
+
+    A new request goes to the job where it is predicted to end first; a later call goes to the job
+    that has the request.
+
+    Attributes:
+        urls: Addresses of the jobs: http://node1:8000 http://node2:8000.
+        poll_s: Longest time between two questions to a job how much it has to do, in seconds.
+        answer_s: Longest wait for a job's answer, in seconds; images may wait in its queue.
+    """
+
+    urls: Annotated[tuple[str, ...], POSITIONAL, Group("Jobs")] = ()
+    poll_s: Annotated[float, Range(0.1, 60.0)] = 1.0
+    answer_s: Annotated[float, Range(1.0, LONGEST_S)] = 3600.0
+    port: Annotated[int, Range(0, 2**16 - 1)] = 9000
+
+    def check(self) -> None:
+        """Refuse jobs that no call could reach."""
+        if len(set(self.urls)) != len(self.urls) or not self.urls:
+            raise ConfigError(f"{len(self.urls)} URLs of jobs: give each job's URL, and each once")
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[^\s/?#@]+", url):
+                raise ConfigError(f"{url}: is no URL of a job: give http://HOST:PORT alone")
+        self.api_key()
+        check_installed("httpx2", "fastapi", "prometheus_client", "uvicorn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Address, Outputs, EngineOptions):
     """Serve a pipeline of diffusers over HTTP, by OpenAI's API, on all local ranks.
 
     The spool stores requests and results: after a stop, the same command resumes.
 
     Attributes:
-        host: Address to listen at. If other machines can reach it, --api-key-file is required.
-        port: Port to listen at; 0 for a free one, which changes if the ranks start again.
-        api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
         spool: Folder of requests and results; one server at a time.
         keep_days: Days after which ended requests are removed, with their outputs. Default: never.
         keep_gb: GB of outputs to keep, the latest ones. Default: all.
@@ -39,7 +121,6 @@ class ServeOptions(Outputs, EngineOptions):
         max_frames: Most frames of a video.
         max_steps: Most denoising steps.
         max_prompt_chars: Most characters of a prompt.
-        max_body_bytes: Most bytes of the body of a call.
         max_images: Most images of a call.
         degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
         batch: Most requests of one size that ranks compute together, where that saves time; 1: off.
@@ -59,9 +140,6 @@ class ServeOptions(Outputs, EngineOptions):
         profile: Hardware profile: the name of one, or its file.
     """
 
-    host: Annotated[str, Group("Address")] = "127.0.0.1"
-    port: Annotated[int, Range(0, 2**16 - 1)] = 8000
-    api_key_file: Path | None = None
     spool: Annotated[Path, NewFolder(), Group("Spool")] = Path("results/serve")
     keep_days: Annotated[float | None, Range(0.01, 1e5)] = None
     keep_gb: Annotated[float | None, Range(0.001, 1e6)] = None
@@ -72,7 +150,6 @@ class ServeOptions(Outputs, EngineOptions):
     max_frames: Annotated[int, Range(1, 10**4)] = 257
     max_steps: Annotated[int, Range(1, 10**4)] = 200
     max_prompt_chars: Annotated[int, Range(1, 10**6)] = 10**4
-    max_body_bytes: Annotated[int, Range(10**3, 2**30)] = 2**25
     max_images: Annotated[int, Range(1, 1000)] = 8
     degrees: Annotated[tuple[int, ...], Group("Ranks")] = ()
     batch: Annotated[int, Range(1, 64)] = 8
@@ -109,39 +186,10 @@ class ServeOptions(Outputs, EngineOptions):
             loras[name] = adapter_file(Path(path))
         return loras
 
-    def api_key(self) -> bytes | None:
-        """Return the key that clients must send; ConfigError if it is needed but not given."""
-        if self.api_key_file is None:
-            is_local = self.host == "localhost"
-            with suppress(ValueError):  # of a name
-                is_local = is_local or ipaddress.ip_address(self.host).is_loopback
-            if not is_local:
-                fix = "give --api-key-file, a file with a key on one line, or --host 127.0.0.1"
-                raise ConfigError(f"--host {self.host}: others can reach this address: {fix}")
-            return None
-        lines = [line.strip() for line in read_lines(self.api_key_file) if line.strip()]
-        if len(lines) != 1 or len(lines[0]) < _SHORTEST_KEY or not lines[0].isascii():
-            needed = f"one line of {_SHORTEST_KEY} ASCII characters or more: openssl rand -hex 32"
-            raise ConfigError(f"--api-key-file {self.api_key_file}: give {needed}")
-        return lines[0].encode()
-
     def make_policy(self, degrees: Sequence[int]) -> Policy:
         """Return a new policy for allowed degrees; ConfigError if its name or degree is wrong."""
         request = Request(step_s=dict.fromkeys(degrees, 1.0), steps=1)
         return policy_of(self.policy, [request], max(degrees))
-
-    def listen(self) -> socket.socket:
-        """Return a socket that listens at the address; ConfigError if that cannot be."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        try:
-            listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
-        except OSError as error:
-            what = f"--host {self.host} --port {self.port}: cannot listen there: "
-            reason = str(error.strerror or error).partition(" (while")[0]  # not the address again
-            what += f"{reason}; give another --port, or 0 for one that is free"
-            raise ConfigError(what) from None
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # clients without power
-        return listener
 
     def check(self) -> None:
         """Refuse settings that no rank could serve."""
@@ -157,6 +205,12 @@ class ServeOptions(Outputs, EngineOptions):
             if degree < 1 or degree & (degree - 1):
                 raise ConfigError(f"--degrees {degree}: give powers of two: 1, 2, 4, ..")
         self.make_policy(self.degrees or [1 << k for k in range(15)])
-        for name in "fastapi opentelemetry prometheus_client python_multipart uvicorn".split():
-            if find_spec(name) is None:
-                raise ConfigError(f"{name} is not installed: pip install 'bascule[serve]'")
+        modules = "fastapi", "opentelemetry", "prometheus_client", "python_multipart", "uvicorn"
+        check_installed(*modules)
+
+
+def check_installed(*modules: str) -> None:
+    """Refuse to serve without these modules."""
+    for name in modules:
+        if find_spec(name) is None:
+            raise ConfigError(f"{name} is not installed: pip install 'bascule[serve]'")

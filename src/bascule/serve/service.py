@@ -169,12 +169,15 @@ class Service(Sink):
             for prompt in prompts
         ]
         with self.lock, self._metrics.counting_refusals():
-            if key is not None and (ids := self._spool.asked(key)):
+            if key is not None and (ids := self._spool.asked(key.name, key.digest)):
                 return self._statuses(ids)
             if reason := self.health():
                 raise Closing(reason)
-            for prompt in prompts:
-                check_names(prompt.lora, self._shelf.digests)
+            try:
+                for prompt in prompts:
+                    check_names(prompt.lora, self._shelf.digests)
+            except ConfigError as error:  # a router may know a job that has them
+                raise Refusal(400, str(error), "lora", "lora_not_loaded") from None
             tasks = list(map(self._task, entries))
             if len(tasks) > (most := self._options.most_waiting):
                 what = f"{len(tasks)} requests at once: at most {most} may wait"
@@ -203,9 +206,11 @@ class Service(Sink):
         with self.lock:
             return self._statuses([request_id])[0]
 
-    def statuses(self) -> list[Status]:
-        """Return open requests in the order of arrival, then the latest ended ones."""
+    def statuses(self, key: str | None = None) -> list[Status]:
+        """Return open requests by arrival, then the latest ended ones; or the requests of a key."""
         with self.lock:
+            if key is not None:
+                return self._statuses(self._spool.asked(key))
             tasks = self._scheduler.tasks.values()
             ids = [task.id for task in tasks if not task.is_cancelled]
             return [*self._statuses([*ids, *self._unwritten]), *self._spool.ended(_MOST_LISTED)]

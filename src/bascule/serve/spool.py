@@ -122,11 +122,11 @@ class Spool:
             keys = [(*key, name) for name in ids] if key is not None else []
             self._base.executemany("insert into keys values (?, ?, ?)", keys)
 
-    def asked(self, key: Key) -> list[str]:
-        """Return the requests of an earlier call with a key; Reused if it was another call."""
-        rows = self._select("select digest, id from keys where key = ? order by rowid", key.name)
-        if any(digest != key.digest for digest, _ in rows):
-            raise Reused(key.name)
+    def asked(self, key: str, digest: str | None = None) -> list[str]:
+        """Return the requests of an earlier call with a key; Reused if its digest is another."""
+        rows = self._select("select digest, id from keys where key = ? order by rowid", key)
+        if digest is not None and any(other != digest for other, _ in rows):
+            raise Reused(key)
         return [request_id for _, request_id in rows]
 
     def count_start(self, request_id: str, change: int) -> None:

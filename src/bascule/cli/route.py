@@ -1,0 +1,21 @@
+"""`bascule route http://node1:8000 http://node2:8000`: several jobs of `serve` at one address."""
+
+import signal
+from contextlib import suppress
+
+from bascule.serve.options import RouteOptions
+
+
+def run(options: RouteOptions, arguments: list[str]) -> None:
+    """Send calls to jobs until a signal."""
+    options.check()
+    from bascule.serve.guard import guarded
+    from bascule.serve.route import Router
+
+    app = Router(options).app
+    server, listener, address = guarded(app, options, most_open=5000, grace_s=20, keeps=True)
+    what = "a new request goes where it is predicted to end first"
+    print(f"{len(options.urls)} jobs at {address}: {what}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn sends it again at the end
+    with suppress(KeyboardInterrupt):
+        server.run([listener])
