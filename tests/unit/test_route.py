@@ -423,7 +423,7 @@ def test_calls_of_the_door_pass(videos: Pair, jobs: Pair) -> None:
         status, video, headers = router.call("POST", "/v1/videos/sync", form, Content_Type=media)
         assert (status, video) == (200, b"a video of 3"), video
         (asked,) = videos[0].service.asked.values()
-        assert asked.image is not None and headers["x-request-id"] in videos[0].service.of
+        assert len(asked.images) == 1 and headers["x-request-id"] in videos[0].service.of
     with opened_router(*urls(jobs), max_body_bytes=10_000) as router, ExitStack() as stack:
         for job in jobs:
             stack.enter_context(stepping(job.service))
