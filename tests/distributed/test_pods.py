@@ -71,6 +71,7 @@ class Pod:
         self.name, self.folder = name, folder / name
         (self.folder / "key").mkdir(parents=True)
         (self.folder / "key" / "api-key").write_text(KEY)
+        (self.folder / "key" / "api-key").chmod(0o600)
         self.log = self.folder / "log"
 
     def start(self) -> None:
@@ -149,16 +150,21 @@ def test_the_command_of_the_manifest_serves_from_two_pods(network: None, tmp_pat
         made = first.ask("POST", "/v1/images/generations", prompt="a", size="64x64", steps=2)
         assert len(made["data"]) == 1
         long = {"prompt": "a", "size": "64x64", "steps": 200}
-        ids = [first.ask("POST", "/v1/requests", **long, seed=k)["data"][0]["id"] for k in range(3)]
 
-        def state(request: str) -> str:
-            return first.ask("GET", f"/v1/requests/{request}")["state"]
+        def request(seed: int) -> str:
+            return first.ask("POST", "/v1/requests", **long, seed=seed)["data"][0]["id"]
 
-        for lost in (second, first):
+        def state(one: str) -> str:
+            return first.ask("GET", f"/v1/requests/{one}")["state"]
+
+        for seed, lost in enumerate((second, first)):
+            resumed = request(seed)
             lost.kill()
             until(lambda: not first.probe("ready"), pods)
             until(lambda: first.probe("ready"), pods)
             assert first.ask("GET", "/v1/requests")["num_ranks"] == 2
+            until(lambda resumed=resumed: state(resumed) == "done", pods)
+        ids = [request(seed) for seed in range(3)]
         for pod in pods:  # the job is deleted
             pod.process.send_signal(signal.SIGTERM)
         for pod in pods:
@@ -166,7 +172,7 @@ def test_the_command_of_the_manifest_serves_from_two_pods(network: None, tmp_pat
         for pod in pods:
             pod.start()
         until(lambda: first.probe("ready"), pods)
-        until(lambda: all(state(request) == "done" for request in ids), pods)
+        until(lambda: all(state(one) == "done" for one in ids), pods)
     finally:
         for pod in pods:
             pod.kill()

@@ -35,8 +35,8 @@ PIXEL = 1.001 / 255
 def cluster() -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = ROOT / "src", ROOT, Path(__file__).parent, os.environ.get("PYTHONPATH", "")
+    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     own |= {"GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0"}
     own |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5"}
     small: Any = {"num_cpus": 2, "object_store_memory": 200 * 2**20}
@@ -84,6 +84,7 @@ def gradient_of(model: torch.nn.Module) -> list[float]:
 
 def loop(config: dict[str, Any]) -> None:
     """A worker of the trainer: writes down each step, and ends after the step `last`."""
+    from ray.train import CheckpointConsistencyMode
     from ray.train.torch import prepare_model
 
     from bascule import BalancedLoader, TransformerCost
@@ -110,6 +111,7 @@ def loop(config: dict[str, Any]) -> None:
                 schedule.step()
                 step += 1
                 if step == config["killed"] and first < step - 1 and rank == 1:  # once
+                    ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
                     os.kill(os.getpid(), signal.SIGKILL)
                 row = {"loss": total.item(), "gradient": gradient_of(model)}
                 row |= {"first": first, "numbers": batch.data["number"].tolist()}
@@ -252,7 +254,7 @@ def test_a_server_outlives_a_rank(cluster: None, tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="size"):
             client.images.generate(prompt="boat", size="64")
 
-        running = accepted(url, 8, steps=300, side=128)
+        running = accepted(url, 8, steps=200, side=128)
         early = content(url, running)
         assert (early.status_code, early.headers["x-should-retry"]) == (409, "false")
         with httpx2.stream("GET", f"{url}/v1/requests/{running}/events", timeout=100) as events:
@@ -263,7 +265,7 @@ def test_a_server_outlives_a_rank(cluster: None, tmp_path: Path) -> None:
         (name,) = [name for name in actors if name.endswith("rank 1")]
         ray.kill(ray.get_actor(name, namespace="bascule"))
         until(lambda: row(url, running).get("state") == "done")
-        assert is_as_by_one_process(content(url, running).content, 8, steps=300, side=128)
+        assert is_as_by_one_process(content(url, running).content, 8, steps=200, side=128)
         png = base64.b64decode(client.images.generate(**asked).data[0].b64_json)
         assert is_as_by_one_process(png, seed=7, steps=4)
 

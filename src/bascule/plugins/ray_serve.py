@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from bascule.cli import parse
-from bascule.errors import ConfigError
+from bascule.errors import CommError, ConfigError
 from bascule.options import check_options
 from bascule.serve.guard import answer
 from bascule.serve.options import ServeOptions
@@ -93,7 +93,8 @@ class Replica:
 
     def __init__(self, options: ServeOptions, settings: Settings) -> None:
         self._root, self._backlog_s, self._misses = options.spool, settings.backlog_s, 0
-        self._key = {"Authorization": f"Bearer {(options.api_key() or b'').decode()}"}
+        key = options.api_key()
+        self._key = {"Authorization": b"Bearer " + key} if key else {}
         limits = httpx2.Limits(max_keepalive_connections=0)
         self._client = httpx2.AsyncClient(limits=limits, timeout=None, trust_env=False)
         node, num_ranks = ray.util.get_node_ip_address(), options.ranks or 0
@@ -123,26 +124,26 @@ class Replica:
         self._url = f"http://{node if options.host == '0.0.0.0' else options.host}:{port}"
         is_open = False
         while not is_open:
-            self._check_ranks(wait_s=0.5)
+            ray.get(ray.wait(self._ends, timeout=0.5)[0])  # the error of a rank that has ended
             with suppress(httpx2.TransportError):
                 is_open = httpx2.get(f"{self._url}/health", trust_env=False).is_success
         (options.spool / "address").write_text(self._url, encoding="utf-8")
 
-    def _check_ranks(self, wait_s: float = 0.0) -> None:
-        """Raise the error of a rank that has ended."""
-        ray.get(ray.wait(self._ends, timeout=wait_s)[0])
-
     async def check_health(self) -> None:
         """Refuse a replica without a rank or a server, and leave its folder to the next one."""
+        ended = ray.wait(self._ends, timeout=0)[0]
         try:
-            self._check_ranks()
+            ray.get(ended)
             (await self._client.get(f"{self._url}/health")).raise_for_status()
             self._misses = 0
-        except Exception:
+        except Exception as error:
             self._misses += 1
-            for rank in self._ranks if self._misses > 1 else ():  # Ray waits for a third miss
-                ray.kill(rank)
-            raise
+            if ended or self._misses > 1:  # after the third, Ray starts another replica
+                for rank in self._ranks:
+                    ray.kill(rank)
+                ray.wait(self._ends, num_returns=len(self._ends), timeout=10.0)
+            # Ray would take its own error for the end of this actor, and not wait.
+            raise CommError(f"the ranks of this replica do not serve: {error}") from None
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how many replicas the work that was accepted here needs."""
