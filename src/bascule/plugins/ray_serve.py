@@ -70,7 +70,6 @@ def replicas_by_backlog(context: AutoscalingContext) -> tuple[float, dict[str, A
     return sum((context.aggregated_metrics or {}).get("replicas", {}).values()), {}
 
 
-@ray.remote
 class Rank:
     """Actor of a rank."""
 
@@ -94,7 +93,7 @@ class Replica:
     def __init__(self, options: ServeOptions, settings: Settings) -> None:
         self._root, self._backlog_s, self._misses = options.spool, settings.backlog_s, 0
         key = options.api_key()
-        self._key = {"Authorization": b"Bearer " + key} if key else {}
+        self._key = {"Authorization": f"Bearer {key.decode()}"} if key else None
         limits = httpx2.Limits(max_keepalive_connections=0)
         self._client = httpx2.AsyncClient(limits=limits, timeout=None, trust_env=False)
         node, num_ranks = ray.util.get_node_ip_address(), options.ranks or 0
@@ -104,11 +103,12 @@ class Replica:
         job = {"MASTER_ADDR": node, "MASTER_PORT": str(meeting), "LOCAL_RANK": "0"}
         job |= {"WORLD_SIZE": str(num_ranks)}
         group = ray.util.get_current_placement_group()
+        actor_class: Any = ray.remote(Rank)
         for number in itertools.count():
             options = replace(options, port=port, spool=self._root / str(number))
             with suppress(ActorAlreadyExistsError):  # another replica uses it
                 self._ranks = [
-                    Rank.options(
+                    actor_class.options(
                         name=f"{options.spool} rank {rank}",
                         namespace="bascule",
                         num_gpus=settings.gpus,

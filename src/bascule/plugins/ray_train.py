@@ -1,4 +1,4 @@
-"""For loops of Ray Train's `TorchTrainer`: they go on from a checkpoint on any number of workers."""
+"""For loops of Ray Train's `TorchTrainer`, which go on with any number of workers."""
 
 # pyright: reportMissingImports=false
 
