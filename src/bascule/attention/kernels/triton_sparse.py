@@ -7,8 +7,9 @@ FlashAttention-2 (arXiv:2307.08691), algorithms 1, 2.
 Shapes: queries (1, 1, Sq, D), keys (1, 1, Sk, D), blocks as in `BlockRows`; D is a power of two
 from 16 on.
 """
-# pyright: reportIndexIssue=false
-# A kernel is a function only where Triton is not installed.
+# pyright: reportIndexIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# A kernel is in Triton's language, in which loops and constants have other types.
 
 import math
 
