@@ -426,6 +426,7 @@ def check_failures(
     return failed
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_request_that_ends_its_ranks(tmp_path: Path) -> None:
     """On one rank: of three lives the first two end by it, the others are done in between."""

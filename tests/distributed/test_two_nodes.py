@@ -140,6 +140,7 @@ def trained(folder: str, fault: Fault) -> list[Tensor]:
     return [parameter.detach() for parameter in bare.parameters()]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault",
     [

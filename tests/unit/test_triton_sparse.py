@@ -40,7 +40,9 @@ SHARED_BYTES = 99 * 1024
 KERNELS = ("_forward", "_query_gradients", "_key_gradients")
 
 
-@pytest.mark.parametrize("what", ["float32", "float16", "halves"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("float32", marks=pytest.mark.nightly), "float16", "halves"]
+)
 def test_in_the_interpreter(what: str) -> None:
     for line in run(what, TRITON_INTERPRET="1"):
         assert line["same_empty"], line
