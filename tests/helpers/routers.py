@@ -7,7 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
+from bascule.serve import route
 from bascule.serve.guard import guarded
 from bascule.serve.options import RouteOptions
 from bascule.serve.route import Router
@@ -26,7 +28,9 @@ class Routed(Open):
 
 
 @contextmanager
-def opened_router(*urls: str, transport: Any = None, **options: Any) -> Iterator[Routed]:
+def opened_router(
+    *urls: str, transport: Any = None, soon_s: float | None = None, **options: Any
+) -> Iterator[Routed]:
     """A router on a free port, which asks its jobs at its start and, by default, not again."""
     settings = RouteOptions(urls=urls, **{"port": 0, "poll_s": 60.0} | options)
     settings.check()
@@ -37,6 +41,7 @@ def opened_router(*urls: str, transport: Any = None, **options: Any) -> Iterator
     try:
         until(lambda: server.started)
         with ExitStack() as clients:
+            clients.enter_context(patch.object(route, "_SOON_S", soon_s or settings.poll_s))
             door: Any = SimpleNamespace(address=address)
             yield Routed(door, cast(Any, None), clients, router)
     finally:

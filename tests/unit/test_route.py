@@ -92,21 +92,39 @@ def test_the_speed_of_a_job_is_learned_from_its_backlog() -> None:
     job.learn(10.0, now)
     job.sent = [(now + 1.0, 3e8), (now + 2.0, 2e8), (now + 3.99, 1e9)]
     job.learn(16.0, now + 4.0)  # 6 s were left, and 10 s came
-    assert job.s_per_work == pytest.approx(2e-8)
+    assert job.took_s / job.work == pytest.approx(2e-8)
     assert job.sent == [(now + 3.99, 1e9)] and job.backlog_s == 16.0
     job.learn(0.0, now + 50.0)  # it says only that all is done
-    assert job.s_per_work == pytest.approx(2e-8) and job.sent == []
+    assert job.took_s / job.work == pytest.approx(2e-8) and job.sent == []
     job.sent = [(now + 60.0, 1e9)]
     job.learn(25.0, now + 65.0)  # it was idle, and has done 5 s of 30
-    assert job.s_per_work == pytest.approx((2e-8 + 3e-8) / 2)
+    assert job.took_s / job.work == pytest.approx((0.95 * 10.0 + 30.0) / (0.95 * 5e8 + 1e9))
 
 
 def test_a_job_works_between_two_polls() -> None:
-    job, now = route._Job("http://a", s_per_work=1e-8), time.monotonic()
+    job, now = route._Job("http://a", took_s=1.0, work=1e8), time.monotonic()
     job.learn(8.0, now - 15.0)
     assert job.end_s(1e9) == pytest.approx(10.0)
     job.sent = [(now - 12.0, 2e8), (now - 4.0, 1e9), (now - 2.0, 1e9)]
     assert job.end_s(1e9) == pytest.approx(10.0 + 8.0 + 8.0 + 0.0, abs=1.0)
+
+
+def test_jobs_of_which_nothing_is_known_take_turns(jobs: Pair) -> None:
+    with opened_router(*urls(jobs)) as router:
+        for _ in range(6):
+            made(router, size="64x64", steps=1)
+    assert nums(jobs) == [3, 3]
+
+
+def test_a_job_that_got_a_request_is_asked_soon(jobs: Pair) -> None:
+    """Here, a request takes far longer than the router thinks."""
+    with opened_router(*urls(jobs), soon_s=0.2) as router:
+        made(router, size="64x64", steps=1)
+        jobs[0].service.backlog_s = 50.0
+        until(lambda: router.router.jobs[0].end_s() > 40.0)
+        for _ in range(3):
+            made(router, size="64x64", steps=1)
+    assert nums(jobs) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -202,8 +220,7 @@ def test_a_clients_mistake_is_refused_once(jobs: Pair) -> None:
         assert asked == [] and nums(jobs) == [0, 0]
     with opened_router(*urls(jobs)) as router:
         assert router.call("POST", LATER, BOAT | {"size": "1023x1024"})[0] == 400
-        made(router)
-        assert nums(jobs) == [1, 0]  # what was refused is no work
+        assert [job.sent for job in router.router.jobs] == [[], []]  # what was refused is no work
 
 
 class Network(httpx2.AsyncBaseTransport):

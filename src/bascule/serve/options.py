@@ -83,7 +83,8 @@ class RouteOptions(Address):
 
     Attributes:
         urls: Addresses of the jobs: http://node1:8000 http://node2:8000.
-        poll_s: Longest time between two questions to a job how much it has to do, in seconds.
+        poll_s: Longest time between two questions to a job how much it has to do, in seconds. A job
+            that got a request is asked at once.
         answer_s: Longest wait for a job's answer, in seconds; images may wait in its queue.
     """
 

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -30,6 +30,8 @@ from bascule.serve.status import Refusal, Unknown
 
 _NEW = "images/generations", "images/edits", "videos", "videos/sync", "requests"
 _COUNTED_S = 0.1  # after which a job counts a request that was sent
+_SOON_S = 0.2  # from a request that was sent to the next poll of its job
+_KEPT = 0.95  # share of what is known of a job's speed, when more is learned
 _ASK_S = 6.0  # longest wait in a short call; /health takes up to 5 s
 _MOST_IDS = 10**5  # whose jobs are remembered
 _BACKLOG = re.compile(r"^bascule_backlog_seconds (\S+)$", re.MULTILINE)
@@ -50,26 +52,27 @@ class _Job:
     model: str = ""
     backlog_s: float = 0.0
     polled_s: float = -math.inf
-    s_per_work: float = 1e-7  # an H100's for Flux, until it is learned
-    is_learned: bool = False
+    took_s: float = 1e-7  # for the work that it did; at first, an H100's for Flux
+    work: float = 1.0
     sent: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    last_s: float = -math.inf  # when a request was sent to it
+    has_more: asyncio.Event = field(default_factory=asyncio.Event)  # since the last poll
 
     def end_s(self, work: float = 0.0) -> float:
         """Predict in how many seconds a new request of pixels times steps ends."""
-        left_s, at_s = self.backlog_s, self.polled_s
+        left_s, at_s, s_per_work = self.backlog_s, self.polled_s, self.took_s / self.work
         for sent_s, sent in self.sent:
-            left_s, at_s = max(0.0, left_s - (sent_s - at_s)) + self.s_per_work * sent, sent_s
-        return max(0.0, left_s - (time.monotonic() - at_s)) + self.s_per_work * work
+            left_s, at_s = max(0.0, left_s - (sent_s - at_s)) + s_per_work * sent, sent_s
+        return max(0.0, left_s - (time.monotonic() - at_s)) + s_per_work * work
 
     def learn(self, backlog_s: float, began_s: float) -> None:
         """Take the backlog of a poll; its growth by what was sent is the job's speed."""
         counted = [sent for sent in self.sent if sent[0] <= began_s - _COUNTED_S]
         if counted and backlog_s > 0:  # so it worked all the time since the first of them
             left_s = max(0.0, self.backlog_s - (counted[0][0] - self.polled_s))
-            rate = (backlog_s - left_s + began_s - counted[0][0]) / sum(work for _, work in counted)
-            share = 0.5 if self.is_learned else 1.0
-            self.s_per_work += share * (max(0.0, rate) - self.s_per_work)
-            self.is_learned = True
+            took_s = max(0.0, backlog_s - left_s + began_s - counted[0][0])
+            self.took_s = _KEPT * self.took_s + took_s
+            self.work = _KEPT * self.work + sum(work for _, work in counted)
         self.backlog_s, self.polled_s, self.sent = backlog_s, began_s, self.sent[len(counted) :]
 
     def judge(self, reason: str) -> None:
@@ -120,7 +123,10 @@ class Router:
 
     async def _watch(self, job: _Job) -> None:
         while True:
-            await asyncio.sleep(self._options.poll_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(job.has_more.wait(), self._options.poll_s)
+                job.has_more.clear()
+                await asyncio.sleep(_SOON_S)
             await self._poll(job)
 
     async def _poll(self, job: _Job) -> None:
@@ -195,9 +201,12 @@ class Router:
         left = [owner] if owner else [job for job in self.jobs if not job.reason]
         reasons, refused = [job.reason for job in self.jobs if job.reason], None
         while left:
-            left.remove(job := min(left, key=lambda job: job.end_s(work)))
+            left.remove(job := min(left, key=lambda job: (job.end_s(work), job.last_s)))
             sent = time.monotonic(), work
-            job.sent += [sent] if work and owner is None else []
+            if work and owner is None:
+                job.sent.append(sent)
+                job.last_s = sent[0]
+                job.has_more.set()
             request.state.is_accepted = work > 0 and not _key_of(request)  # perhaps: no retries
             try:
                 reply = await self._send(request, job)
