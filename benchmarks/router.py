@@ -62,7 +62,8 @@ def router(
     and the clients. RANDOM4 has four sizes of pictures at fixed intervals; here, sides are half as
     long, and steps are multiplied by `steps`. First each size is timed alone on each job. In each
     round all routers get the same requests at the same intervals, one router after the other; the
-    order turns. A latency counts from the moment at which a request is due.
+    order turns. All rounds have the same shares of sizes, in another order. A latency counts from
+    the moment at which a request is due.
     """
     if quick:
         rounds, requests = 1, 20
@@ -80,12 +81,14 @@ def router(
         alone_s = {name: _alone(urls, size) for name, size in sizes.items()}
         for url in urls:  # they try batches, and learn their seconds
             _served(url, [*sizes.values()] * 3, 0.0)
-        mean_s = float(np.dot(list(alone_s.values()), SHARES))
+        nums = np.diff(np.rint(requests * np.cumsum([0.0, *SHARES])).astype(int))
+        mix = np.repeat(list(sizes), nums)
+        mean_s = float(np.mean([alone_s[name] for name in mix]))
         interval_s = mean_s / len(urls) / load
         say(f"alone: {', '.join(f'{name} {seconds:.2f} s' for name, seconds in alone_s.items())}")
         say(f"{requests} requests, one each {interval_s:.3f} s")
         for turn in range(rounds):
-            kinds = np.random.default_rng(turn).choice(list(sizes), size=requests, p=SHARES)
+            kinds = np.random.default_rng(turn).permutation(mix)
             names = [OURS, LEAST, RANDOM]
             for name in names[turn % 3 :] + names[: turn % 3]:
                 with _front(name, urls, folder, nginx, poll_s) as url:
