@@ -219,6 +219,22 @@ def test_training_goes_on_after_a_limit_a_preemption_and_a_cancel(
         assert life == pytest.approx({number: wanted[number] for number in life}, rel=1e-9)
 
 
+def test_bench_compares_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """With the losses of two ranks that the command starts itself, which see the same data."""
+    words = ["-m", "bascule", "bench", "--data", "g2b4i128f1s0", "--steps", "3", "--out"]
+    job = cluster.submit("train", *words, str(tmp_path / "nodes"))
+    job.until(lambda: job.state == "COMPLETED")
+    alone = [sys.executable, *words, str(tmp_path / "alone"), "--ranks", "2"]
+    subprocess.run(alone, cwd=ROOT, env=cluster.environment, check=True, stdout=subprocess.DEVNULL)
+    losses = list[list[float]]()
+    for name in ("nodes", "alone"):
+        setting = json.loads((tmp_path / name / "summary.json").read_text())["setting"]
+        assert setting["world_size"] == 2
+        rows = map(json.loads, (tmp_path / name / "steps.jsonl").read_text().splitlines())
+        losses.append([row[f"loss_{arm}"] for row in rows for arm in ("unbalanced", "balanced")])
+    assert len(losses[0]) >= 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def apart(image: Image.Image, **settings: Any) -> float:
     """The largest difference of an image from that of the pipeline alone, of 0 to 1."""
     generator = torch.Generator().manual_seed(settings.pop("seed"))

@@ -1,4 +1,4 @@
-"""`bascule route http://node1:8000 http://node2:8000`: several jobs of `serve` at one address."""
+"""`bascule route http://node1:8000 http://node2:8000`: serve several jobs at one address."""
 
 import signal
 from contextlib import suppress
@@ -14,8 +14,8 @@ def run(options: RouteOptions, arguments: list[str]) -> None:
 
     app = Router(options).app
     server, listener, address = guarded(app, options, most_open=5000, grace_s=20, keeps=True)
-    what = "a new request goes where it is predicted to end first"
-    print(f"{len(options.urls)} jobs at {address}: {what}", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn sends it again at the end
+    what = "a new request goes to the job where it is predicted to end first"
+    print(f"router of {len(options.urls)} jobs at {address}: {what}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at its end
     with suppress(KeyboardInterrupt):
         server.run([listener])

@@ -1,4 +1,4 @@
-"""For `serve run bascule.plugins.ray_serve:app command="--model models/flux --ranks 8"`."""
+"""Run `bascule serve` on Ray Serve: `serve run bascule.plugins.ray_serve:app command="..."`."""
 
 # pyright: reportMissingImports=false
 
@@ -19,19 +19,17 @@ from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from bascule.cli import parse
 from bascule.errors import CommError, ConfigError
 from bascule.options import check_options
 from bascule.serve.guard import answer
 from bascule.serve.options import ServeOptions
+from bascule.serve.route import backlog_s_of, passed, relayed
 from bascule.serve.status import Closing
 
-_OF_CONNECTION = {b"connection", b"date", b"keep-alive", b"transfer-encoding"}  # headers
-_BACKLOG = re.compile(r"^bascule_backlog_seconds (\S+)", re.MULTILINE)
 _WITH_ID = re.compile(r"/v1/(requests|videos)/(?!sync$)")
 
 
@@ -71,11 +69,12 @@ def replicas_by_backlog(context: AutoscalingContext) -> tuple[float, dict[str, A
 
 
 class Rank:
-    """Actor of a rank."""
+    """Ray actor that runs one rank."""
 
     def run(self, options: ServeOptions, job: dict[str, str]) -> None:
         """Serve as a rank of a job; errors as `run_server`."""
-        from bascule.cli.launch import joined  # not by Ray's controller: it loads torch
+        # Here, because it loads torch: Ray's controller imports this file.
+        from bascule.cli.launch import joined
         from bascule.serve.serving import run_server
 
         os.environ |= job
@@ -86,8 +85,8 @@ class Rank:
 class Replica:
     """Replica of Ray Serve: a placement group, whose actors are the ranks of one `bascule serve`.
 
-    It is on the node of rank 0, and forwards calls to it. Accepted requests are in the first folder
-    of the spool that no other replica uses.
+    It runs on the node of rank 0, and forwards calls to rank 0. Accepted requests are in the first
+    folder of the spool that no other replica uses.
     """
 
     def __init__(self, options: ServeOptions, settings: Settings) -> None:
@@ -95,7 +94,8 @@ class Replica:
         key = options.api_key()
         self._key = {"Authorization": f"Bearer {key.decode()}"} if key else None
         limits = httpx2.Limits(max_keepalive_connections=0)
-        self._client = httpx2.AsyncClient(limits=limits, timeout=None, trust_env=False)
+        more: Any = {"trust_env": False, "headers": {"Accept-Encoding": "identity"}}
+        self._client = httpx2.AsyncClient(limits=limits, timeout=None, **more)
         node, num_ranks = ray.util.get_node_ip_address(), options.ranks or 0
         with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
             meeting, port = first.getsockname()[1], second.getsockname()[1]
@@ -130,7 +130,7 @@ class Replica:
         (options.spool / "address").write_text(self._url, encoding="utf-8")
 
     async def check_health(self) -> None:
-        """Refuse a replica without a rank or a server, and leave its folder to the next one."""
+        """Raise CommError if a rank or the server is gone; the next replica gets the folder."""
         ended = ray.wait(self._ends, timeout=0)[0]
         try:
             ray.get(ended)
@@ -148,16 +148,16 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how many replicas the work that was accepted here needs."""
         metrics = await self._client.get(f"{self._url}/metrics", headers=self._key)
-        return {"replicas": float(_BACKLOG.findall(metrics.text)[0]) / self._backlog_s}
+        return {"replicas": backlog_s_of(metrics.text) / self._backlog_s}
 
     async def __del__(self) -> None:
-        """Finish the accepted work before Ray stops this replica."""
+        """Wait until the accepted work is done, before Ray stops this replica."""
         with suppress(httpx2.HTTPError):
             while (await self.record_autoscaling_stats())["replicas"] > 0:
                 await asyncio.sleep(0.5)
 
     async def __call__(self, request: Request) -> Response:
-        """Forward a call to rank 0; one of an id that it does not know to the other replicas."""
+        """Forward a call to rank 0; if it does not know the call's id, ask the other replicas."""
         headers, urls, content = request.headers, [self._url], None
         if _WITH_ID.match(request.url.path):
             others = {path.read_text() for path in self._root.glob("*/address")} - {self._url}
@@ -165,19 +165,14 @@ class Replica:
             content = await request.body()
         elif "content-length" in headers or "transfer-encoding" in headers:
             content = request.stream()
-        sent = [pair for pair in headers.raw if pair[0] not in _OF_CONNECTION]
         path = str(request.url.replace(scheme="", netloc=""))
         for number, url in enumerate(urls, 1):
-            how: Any = {"headers": sent, "content": content}
+            how: Any = {"headers": passed(headers.raw), "content": content}
             call = self._client.build_request(request.method, f"{url}{path}", **how)
-            with suppress(httpx2.TransportError):  # this replica's ranks have ended
+            with suppress(httpx2.TransportError):  # the ranks at this address have ended
                 response = await self._client.send(call, stream=True)
                 if response.status_code == 404 and number < len(urls):
                     await response.aclose()
                     continue
-                end, parts = BackgroundTask(response.aclose), response.aiter_raw()
-                answered = StreamingResponse(parts, response.status_code, background=end)
-                rows = [(name.lower(), value) for name, value in response.headers.raw]
-                answered.raw_headers = [row for row in rows if row[0] not in _OF_CONNECTION]
-                return answered
+                return relayed(response)
         return answer(None, Closing("ranks of this server have ended: they start again"))

@@ -1,4 +1,4 @@
-"""For loops of Ray Train's `TorchTrainer`, which go on with any number of workers."""
+"""Resume a training loop of Ray Train's `TorchTrainer`, on any number of workers."""
 
 # pyright: reportMissingImports=false
 
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 class Resumable:
     """A loader, a model and its optimizer, which go on from the newest checkpoint of their run.
 
-    All workers make it before they iterate, and report alike. A checkpoint has the shards of all
-    workers, so that the run may go on with more or fewer of them.
+    Make it on all workers before they iterate; all call `report` at the same steps. A checkpoint
+    has the shards of all workers, so that the run may go on with more or fewer of them.
 
     Args:
         loader: A `BalancedLoader` of a `ResumableSampler`, or another loader with a state that is

@@ -83,8 +83,8 @@ class RouteOptions(Address):
 
     Attributes:
         urls: Addresses of the jobs: http://node1:8000 http://node2:8000.
-        poll_s: Longest time between two questions to a job how much it has to do, in seconds. A job
-            that got a request is asked at once.
+        poll_s: Longest time between two polls of a job's backlog, in seconds. A job that got a
+            request is polled just after.
         answer_s: Longest wait for a job's answer, in seconds; images may wait in its queue.
     """
 
@@ -95,11 +95,13 @@ class RouteOptions(Address):
 
     def check(self) -> None:
         """Refuse jobs that no call could reach."""
-        if len(set(self.urls)) != len(self.urls) or not self.urls:
-            raise ConfigError(f"{len(self.urls)} URLs of jobs: give each job's URL, and each once")
-        for url in self.urls:
+        if not self.urls:
+            raise ConfigError("no job: give its URL, http://HOST:PORT")
+        for place, url in enumerate(self.urls):
             if not re.fullmatch(r"https?://[^\s/?#@]+", url):
-                raise ConfigError(f"{url}: is no URL of a job: give http://HOST:PORT alone")
+                raise ConfigError(f"{url}: not the URL of a job: give http://HOST:PORT alone")
+            if url in self.urls[:place]:
+                raise ConfigError(f"{url}: given twice: give each job once")
         self.api_key()
         check_installed("httpx2", "fastapi", "prometheus_client", "uvicorn")
 

@@ -1,7 +1,7 @@
 """A router of jobs of `bascule serve`: a new request goes where it is predicted to end first.
 
 It stores nothing: jobs know their requests and the keys of calls, so the router asks them, also
-after it started again. What one job may have accepted is sent to no other.
+after a restart. A call that one job may have accepted goes to no other job.
 """
 
 import asyncio
@@ -29,12 +29,11 @@ from bascule.serve.options import RouteOptions
 from bascule.serve.status import Refusal, Unknown
 
 _NEW = "images/generations", "images/edits", "videos", "videos/sync", "requests"
-_COUNTED_S = 0.1  # after which a job counts a request that was sent
-_SOON_S = 0.2  # from a request that was sent to the next poll of its job
-_KEPT = 0.95  # share of what is known of a job's speed, when more is learned
+_COUNTED_S = 0.1  # after which a job's backlog has a request that was sent to it
+_SOON_S = 0.2  # between sending a request and the next poll of its job
+_KEPT = 0.95  # weight of earlier measurements of a job's speed, when a new one comes
 _ASK_S = 6.0  # longest wait in a short call; /health takes up to 5 s
-_MOST_IDS = 10**5  # whose jobs are remembered
-_BACKLOG = re.compile(r"^bascule_backlog_seconds (\S+)$", re.MULTILINE)
+_MOST_IDS = 10**5  # of requests whose jobs the router remembers
 # Headers of a connection and not of a call, or of which each server or client sends its own.
 _OWN = b"connection keep-alive transfer-encoding te trailer upgrade proxy-connection expect "
 _OWN += b"accept-encoding date x-content-type-options"
@@ -45,28 +44,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A job, what it said at the last poll, and when how much work was sent to it since."""
+    """A job: its answer to the last poll, and the time and work of each request sent since."""
 
     url: str
     reason: str = "it was not asked yet"  # why it gets no new requests; empty if it does
     model: str = ""
     backlog_s: float = 0.0
     polled_s: float = -math.inf
-    took_s: float = 1e-7  # for the work that it did; at first, an H100's for Flux
+    took_s: float = 1e-7  # that `work` took; at first, an H100's for Flux
     work: float = 1.0
     sent: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     last_s: float = -math.inf  # when a request was sent to it
     has_more: asyncio.Event = field(default_factory=asyncio.Event)  # since the last poll
 
     def end_s(self, work: float = 0.0) -> float:
-        """Predict in how many seconds a new request of pixels times steps ends."""
+        """Predict the seconds until a new request ends, from its work in pixels times steps."""
         left_s, at_s, s_per_work = self.backlog_s, self.polled_s, self.took_s / self.work
         for sent_s, sent in self.sent:
             left_s, at_s = max(0.0, left_s - (sent_s - at_s)) + s_per_work * sent, sent_s
         return max(0.0, left_s - (time.monotonic() - at_s)) + s_per_work * work
 
     def learn(self, backlog_s: float, began_s: float) -> None:
-        """Take the backlog of a poll; its growth by what was sent is the job's speed."""
+        """Store a polled backlog; learn the job's speed from its growth and the work sent."""
         counted = [sent for sent in self.sent if sent[0] <= began_s - _COUNTED_S]
         if counted and backlog_s > 0:  # so it worked all the time since the first of them
             left_s = max(0.0, self.backlog_s - (counted[0][0] - self.polled_s))
@@ -130,17 +129,17 @@ class Router:
             await self._poll(job)
 
     async def _poll(self, job: _Job) -> None:
-        """Ask a job how much it has to do; take it out if it does not say so, or back."""
+        """Ask a job for its backlog; take it out if it gives none, and in again if it does."""
         began_s, reason = time.monotonic(), ""
         try:
             await self._ask(job, "/health")
-            (backlog_s,) = _BACKLOG.findall((await self._ask(job, "/metrics")).text)
+            backlog_s = backlog_s_of((await self._ask(job, "/metrics")).text)
             if job.reason:  # it may have started with another model
                 job.model = (await self._ask(job, "/v1/models")).json()["data"][0]["id"]
             models = {other.model for other in self.jobs if not other.reason and other is not job}
             if models - {job.model}:
                 raise ValueError(f"it serves {job.model}, and another job {models.pop()}")
-            job.learn(float(backlog_s), began_s)
+            job.learn(backlog_s, began_s)
         except Refusal as refusal:
             reason = refusal.message
         except (LookupError, TypeError, ValueError) as error:
@@ -172,7 +171,7 @@ class Router:
     # --- calls that go to one job -----------------------------------------------------------------
 
     async def _make(self, request: Request) -> Response:
-        """Send a new request where it ends first; with a key that came before, to its job.
+        """Send a new request where it ends first, or to the job that knows its key.
 
         Calls with one key wait for each other, as two jobs would not see that they are the same.
         """
@@ -220,21 +219,21 @@ class Router:
                 job.judge(reasons[-1])
                 continue
             if reply.status_code < 400 or owner or not _is_free(request, reply):
-                return _relayed(reply)
+                return relayed(reply)
             refused = refused or reply
         if refused is not None:
-            return _relayed(refused)
+            return relayed(refused)
         request.state.is_accepted = False
         raise Refusal(503, f"no job takes this call: {'; '.join(reasons)}", headers=_SOON)
 
     async def _send(self, request: Request, job: _Job) -> httpx2.Response:
         """Send a call to a job; return its answer, whose body comes later. HTTPError if it fails.
 
-        If the client leaves, so does the router, which the job sees: ClientDisconnect.
+        If the client leaves, the call to the job is closed, which it notices: ClientDisconnect.
         """
         path, query = request.scope["raw_path"], request.scope["query_string"]
         url = job.url + (path + (b"?" + query if query else b"")).decode("latin-1")
-        content, headers = await request.body() or None, _passed(request.headers.raw)
+        content, headers = await request.body() or None, passed(request.headers.raw)
         call = self._client.build_request(request.method, url, content=content, headers=headers)
         sending = asyncio.ensure_future(self._client.send(call, stream=True))
         gone = asyncio.ensure_future(disconnect(request))
@@ -299,7 +298,7 @@ class Router:
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
-        return _relayed(replies[0])
+        return relayed(replies[0])
 
     async def _health(self, _: Request) -> Response:
         """Say that a job takes new requests, or why none does."""
@@ -320,7 +319,7 @@ class Router:
 def _is_free(request: Request, reply: httpx2.Response) -> bool:
     """Return whether a job surely did not accept a call, which another one may.
 
-    Busy and ending jobs say so, but with a key an ending one also says so of what it accepted.
+    A busy or ending job says so. With a key, an ending job says it also of calls that it accepted.
     """
     is_ending = reply.status_code == 503 and reply.headers.get("x-should-retry") != "false"
     is_ending = is_ending and not _key_of(request) and '"error"' in reply.text
@@ -329,7 +328,7 @@ def _is_free(request: Request, reply: httpx2.Response) -> bool:
 
 
 def _refusal(job: _Job, error: Exception) -> Refusal:
-    """Return what to say to the client where a job fails: its own words, if it has any."""
+    """Return the answer for a client whose job failed, in the job's words if it sent any."""
     if not isinstance(error, httpx2.HTTPStatusError):
         return Refusal(503, f"{job.url} does not answer: {error!r}", headers=_SOON)
     status, text = error.response.status_code, error.response.text
@@ -338,16 +337,24 @@ def _refusal(job: _Job, error: Exception) -> Refusal:
     return Refusal(status, f"{job.url}: {said[1] if said else f'status {status}'}", headers=_SOON)
 
 
-def _relayed(reply: httpx2.Response) -> Response:
+def relayed(reply: httpx2.Response) -> Response:
     """Return a job's answer, which is passed on as it comes."""
     close = BackgroundTask(reply.aclose)
     response = StreamingResponse(reply.aiter_bytes(), reply.status_code, background=close)
-    response.raw_headers = _passed(reply.headers.raw)
+    response.raw_headers = passed(reply.headers.raw)
     return response
 
 
-def _passed(headers: Any) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name.lower() not in _OWN.split()]
+def passed(headers: Any) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a call or an answer that are passed on."""
+    pairs = ((name.lower(), value) for name, value in headers)
+    return [(name, value) for name, value in pairs if name not in _OWN.split()]
+
+
+def backlog_s_of(metrics: str) -> float:
+    """Return the predicted seconds of a job's work, from its metrics; ValueError without them."""
+    (backlog_s,) = re.findall(r"^bascule_backlog_seconds (\S+)$", metrics, re.MULTILINE)
+    return float(backlog_s)
 
 
 def _key_of(request: Request) -> dict[bytes, bytes]:
