@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-ALLOWED = (*PROJECT["dependencies"], *(EXTRAS[of][0] for of in ("diffusers",)))
+ALLOWED = (*PROJECT["dependencies"], *(EXTRAS[of][0] for of in ("diffusers", "lora")))
 LOWEST = dict(one.split(">=") for one in (*ALLOWED, *EXTRAS["transformers"]))
 
 

@@ -452,6 +452,11 @@ CODES = "bench --data g1b1i256f1s0"
         ("serve --max-steps 0", "--max-steps 0: must be an integer, at least 1"),
         ("route", "no job: give its URL, http://HOST:PORT"),
         ("route http://a:1 http://a:1", "http://a:1: given twice: give each job once"),
+        ("route http://a:1 http://a:1/", "http://a:1/: given twice: give each job once"),
+        (
+            "route http://a:70000",
+            "http://a:70000: not the URL of a job: give http://HOST:PORT alone",
+        ),
         ("route a:8000", "a:8000: not the URL of a job: give http://HOST:PORT alone"),
         ("route http://a:1/v1", "http://a:1/v1: not the URL of a job: give http://HOST:PORT alone"),
         ("route http://a:1 --host 0.0.0.0", "others can reach this address: give --api-key-file"),

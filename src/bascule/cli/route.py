@@ -3,6 +3,7 @@
 import signal
 from contextlib import suppress
 
+from bascule.quantities import count
 from bascule.serve.options import RouteOptions
 
 
@@ -14,8 +15,8 @@ def run(options: RouteOptions, arguments: list[str]) -> None:
 
     app = Router(options).app
     server, listener, address = guarded(app, options, most_open=5000, grace_s=20, keeps=True)
-    what = "a new request goes to the job where it is predicted to end first"
-    print(f"router of {len(options.urls)} jobs at {address}: {what}", flush=True)
+    what = f"router of {count(len(options.urls), 'job')} at {address}"
+    print(f"{what}: a new request goes to the job that is free first", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at its end
     with suppress(KeyboardInterrupt):
         server.run([listener])

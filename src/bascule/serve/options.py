@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from bascule.errors import ConfigError
 from bascule.files import read_lines
@@ -78,7 +79,7 @@ class Address:
 class RouteOptions(Address):
     """Send calls of clients to one of several jobs of bascule serve, which serve one model.
 
-    A new request goes to the job where it is predicted to end first; a later call goes to the job
+    A new request goes to the job that is predicted to be free first; a later call goes to the job
     that has the request.
 
     Attributes:
@@ -98,9 +99,13 @@ class RouteOptions(Address):
         if not self.urls:
             raise ConfigError("no job: give its URL, http://HOST:PORT")
         for place, url in enumerate(self.urls):
-            if not re.fullmatch(r"https?://[^\s/?#@]+", url):
+            try:
+                is_job = re.fullmatch(r"https?://[^\s/?#@]+/?", url) and urlsplit(url).port != 0
+            except ValueError:  # of a port
+                is_job = False
+            if not is_job:
                 raise ConfigError(f"{url}: not the URL of a job: give http://HOST:PORT alone")
-            if url in self.urls[:place]:
+            if url.rstrip("/") in (other.rstrip("/") for other in self.urls[:place]):
                 raise ConfigError(f"{url}: given twice: give each job once")
         self.api_key()
         check_installed("httpx2", "fastapi", "prometheus_client", "uvicorn")

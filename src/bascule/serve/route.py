@@ -1,4 +1,4 @@
-"""A router of jobs of `bascule serve`: a new request goes where it is predicted to end first.
+"""A router of jobs of `bascule serve`: a new request goes to the job that is free first.
 
 It stores nothing: jobs know their requests and the keys of calls, so the router asks them, also
 after a restart. A call that one job may have accepted goes to no other job.
@@ -31,13 +31,16 @@ from bascule.serve.status import Refusal, Unknown
 _NEW = "images/generations", "images/edits", "videos", "videos/sync", "requests"
 _COUNTED_S = 0.1  # after which a job's backlog has a request that was sent to it
 _SOON_S = 0.2  # between sending a request and the next poll of its job
-_KEPT = 0.95  # weight of earlier measurements of a job's speed, when a new one comes
+_KEPT = 0.95  # weight of earlier measurements of the speed, when a new one comes
 _ASK_S = 6.0  # longest wait in a short call; /health takes up to 5 s
 _MOST_IDS = 10**5  # of requests whose jobs the router remembers
 # Headers of a connection and not of a call, or of which each server or client sends its own.
 _OWN = b"connection keep-alive transfer-encoding te trailer upgrade proxy-connection expect "
 _OWN += b"accept-encoding date x-content-type-options"
-_SOON = {"Retry-After": "1"}
+_LATER = {"Retry-After": "10"}  # a job that starts again needs seconds to minutes
+
+_START = "start it again, or the router without its URL"
+_MAY_HAVE = "it may have this request: look into /v1/requests when it is back"
 
 _log = logging.getLogger(__name__)
 
@@ -57,15 +60,15 @@ class _Job:
     last_s: float = -math.inf  # when a request was sent to it
     has_more: asyncio.Event = field(default_factory=asyncio.Event)  # since the last poll
 
-    def end_s(self, work: float = 0.0) -> float:
-        """Predict the seconds until a new request ends, from its work in pixels times steps."""
-        left_s, at_s, s_per_work = self.backlog_s, self.polled_s, self.took_s / self.work
-        for sent_s, sent in self.sent:
-            left_s, at_s = max(0.0, left_s - (sent_s - at_s)) + s_per_work * sent, sent_s
-        return max(0.0, left_s - (time.monotonic() - at_s)) + s_per_work * work
+    def free_s(self, s_per_work: float) -> float:
+        """Predict in how many seconds the job has done what it has; work is pixels times steps."""
+        left_s, at_s = self.backlog_s, self.polled_s
+        for sent_s, work in self.sent:
+            left_s, at_s = max(0.0, left_s - (sent_s - at_s)) + s_per_work * work, sent_s
+        return max(0.0, left_s - (time.monotonic() - at_s))
 
     def learn(self, backlog_s: float, began_s: float) -> None:
-        """Store a polled backlog; learn the job's speed from its growth and the work sent."""
+        """Store a polled backlog, and what its growth says of the seconds that work takes."""
         counted = [sent for sent in self.sent if sent[0] <= began_s - _COUNTED_S]
         if counted and backlog_s > 0:  # so it worked all the time since the first of them
             left_s = max(0.0, self.backlog_s - (counted[0][0] - self.polled_s))
@@ -138,7 +141,8 @@ class Router:
                 job.model = (await self._ask(job, "/v1/models")).json()["data"][0]["id"]
             models = {other.model for other in self.jobs if not other.reason and other is not job}
             if models - {job.model}:
-                raise ValueError(f"it serves {job.model}, and another job {models.pop()}")
+                what = f"{job.url} serves {job.model}, another job {models.pop()}"
+                raise Refusal(503, f"{what}: give jobs of one model")
             job.learn(backlog_s, began_s)
         except Refusal as refusal:
             reason = refusal.message
@@ -168,10 +172,17 @@ class Router:
             raise failed
         return None
 
+    def _free_s(self, job: _Job) -> float:
+        """Predict in how many seconds a job is free, by the speed of all jobs.
+
+        A job's own speed would be wrong for long: what a cold start made slow gets no more work.
+        """
+        return job.free_s(sum(job.took_s for job in self.jobs) / sum(job.work for job in self.jobs))
+
     # --- calls that go to one job -----------------------------------------------------------------
 
     async def _make(self, request: Request) -> Response:
-        """Send a new request where it ends first, or to the job that knows its key.
+        """Send a new request to the job that is free first, or to the job that knows its key.
 
         Calls with one key wait for each other, as two jobs would not see that they are the same.
         """
@@ -200,7 +211,7 @@ class Router:
         left = [owner] if owner else [job for job in self.jobs if not job.reason]
         reasons, refused = [job.reason for job in self.jobs if job.reason], None
         while left:
-            left.remove(job := min(left, key=lambda job: (job.end_s(work), job.last_s)))
+            left.remove(job := min(left, key=lambda job: (self._free_s(job), job.last_s)))
             sent = time.monotonic(), work
             if work and owner is None:
                 job.sent.append(sent)
@@ -214,9 +225,11 @@ class Router:
                     await reply.aread()
             except httpx2.HTTPError as error:
                 if not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-                    raise _refusal(job, error) from error
-                reasons.append(str(_refusal(job, error)))  # it got nothing
-                job.judge(reasons[-1])
+                    raise _refusal(job, error, _MAY_HAVE if work else _START) from error
+                job.judge((refusal := _refusal(job, error)).message)  # it got nothing
+                if owner:
+                    raise refusal from error
+                reasons.append(job.reason)
                 continue
             if reply.status_code < 400 or owner or not _is_free(request, reply):
                 return relayed(reply)
@@ -224,7 +237,7 @@ class Router:
         if refused is not None:
             return relayed(refused)
         request.state.is_accepted = False
-        raise Refusal(503, f"no job takes this call: {'; '.join(reasons)}", headers=_SOON)
+        raise Refusal(503, f"no job takes this call: {'; '.join(reasons)}", headers=_LATER)
 
     async def _send(self, request: Request, job: _Job) -> httpx2.Response:
         """Send a call to a job; return its answer, whose body comes later. HTTPError if it fails.
@@ -303,16 +316,17 @@ class Router:
     async def _health(self, _: Request) -> Response:
         """Say that a job takes new requests, or why none does."""
         if all(reasons := [job.reason for job in self.jobs]):
-            raise Refusal(503, f"no job takes new requests: {'; '.join(reasons)}", headers=_SOON)
+            raise Refusal(503, f"no job takes new requests: {'; '.join(reasons)}", headers=_LATER)
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, _: Request) -> Response:
         """Send gauges for Prometheus, of which a router before this one reads the first."""
-        ends_s = [job.end_s() for job in self.jobs if not job.reason]
-        text = f"bascule_backlog_seconds {min(ends_s, default=0.0)}\n"
+        free_s = {job.url: self._free_s(job) for job in self.jobs if not job.reason}
+        text = f"bascule_backlog_seconds {min(free_s.values(), default=math.inf)}\n"
         for job in self.jobs:
-            text += f'bascule_router_job_up{{job="{job.url}"}} {int(not job.reason)}\n'
-            text += f'bascule_router_backlog_seconds{{job="{job.url}"}} {job.end_s()}\n'
+            text += f'bascule_router_job_up{{job="{job.url}"}} {int(job.url in free_s)}\n'
+        for url, seconds in free_s.items():
+            text += f'bascule_router_backlog_seconds{{job="{url}"}} {seconds}\n'
         return PlainTextResponse(text)
 
 
@@ -327,14 +341,17 @@ def _is_free(request: Request, reply: httpx2.Response) -> bool:
     return is_ending or has_no_lora or reply.status_code == 429
 
 
-def _refusal(job: _Job, error: Exception) -> Refusal:
+def _refusal(job: _Job, error: Exception, advice: str = _START) -> Refusal:
     """Return the answer for a client whose job failed, in the job's words if it sent any."""
     if not isinstance(error, httpx2.HTTPStatusError):
-        return Refusal(503, f"{job.url} does not answer: {error!r}", headers=_SOON)
+        what = str(error) or type(error).__name__
+        return Refusal(503, f"{job.url} does not answer: {what}; {advice}", headers=_LATER)
     status, text = error.response.status_code, error.response.text
+    if status == 401:
+        text = '"message":"its key is not the router\'s: give both the same --api-key-file"'
     said = re.search(r'"message":"((?:[^"\\]|\\.)*)"', text)
     status = status if status in (400, 404, 409, 415, 422) else 503
-    return Refusal(status, f"{job.url}: {said[1] if said else f'status {status}'}", headers=_SOON)
+    return Refusal(status, f"{job.url}: {said[1] if said else f'status {status}'}", headers=_LATER)
 
 
 def relayed(reply: httpx2.Response) -> Response:
