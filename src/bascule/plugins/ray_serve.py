@@ -174,5 +174,7 @@ class Replica:
                 if response.status_code == 404 and number < len(urls):
                     await response.aclose()
                     continue
-                return relayed(response)
+                answered = relayed(response)
+                answered.headers["X-Content-Type-Options"] = "nosniff"  # as the ranks' server says
+                return answered
         return answer(None, Closing("ranks of this server have ended: they start again"))
