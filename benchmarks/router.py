@@ -49,7 +49,7 @@ http {{
 def router(
     *,
     rounds: int = 3,
-    requests: int = 150,
+    requests: int = 120,
     load: float = 0.8,
     steps: float = 0.2,
     poll_s: float = 1.0,

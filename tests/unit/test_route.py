@@ -86,24 +86,22 @@ def test_a_request_goes_to_the_job_that_is_free_first(jobs: Pair) -> None:
     assert nums(jobs) == [3, 14]
 
 
-def test_the_speed_of_a_job_is_learned_from_its_backlog() -> None:
+def test_the_seconds_of_work_are_read_from_a_backlog() -> None:
     """By what it grew while the job worked; what a poll may have missed stays."""
     job, now = route._Job("http://a"), time.monotonic()
-    job.learn(10.0, now)
+    assert job.take(10.0, now) == (0.0, 0.0)
     job.sent = [(now + 1.0, 3e8), (now + 2.0, 2e8), (now + 3.99, 1e9)]
-    job.learn(16.0, now + 4.0)  # 6 s were left, and 10 s came
-    assert job.took_s / job.work == pytest.approx(2e-8)
+    assert job.take(16.0, now + 4.0) == pytest.approx((10.0, 5e8))  # 6 s were left
     assert job.sent == [(now + 3.99, 1e9)] and job.backlog_s == 16.0
-    job.learn(0.0, now + 50.0)  # it says only that all is done
-    assert job.took_s / job.work == pytest.approx(2e-8) and job.sent == []
+    assert job.take(0.0, now + 50.0) == (0.0, 0.0)  # it says only that all is done
+    assert job.sent == []
     job.sent = [(now + 60.0, 1e9)]
-    job.learn(25.0, now + 65.0)  # it was idle, and has done 5 s of 30
-    assert job.took_s / job.work == pytest.approx((0.95 * 10.0 + 30.0) / (0.95 * 5e8 + 1e9))
+    assert job.take(25.0, now + 65.0) == pytest.approx((30.0, 1e9))  # it was idle, and did 5 s
 
 
 def test_a_job_works_between_two_polls() -> None:
     job, now = route._Job("http://a"), time.monotonic()
-    job.learn(8.0, now - 15.0)
+    job.take(8.0, now - 15.0)
     assert job.free_s(1e-8) == 0.0
     job.sent = [(now - 12.0, 2e8), (now - 4.0, 1e9), (now - 2.0, 1e9)]
     assert job.free_s(1e-8) == pytest.approx(8.0 + 8.0 + 0.0, abs=1.0)
@@ -119,11 +117,10 @@ def test_jobs_of_which_nothing_is_known_take_turns(jobs: Pair) -> None:
 def test_a_cold_start_does_not_keep_a_job_from_work(jobs: Pair) -> None:
     """A job's first small request took a thousand times its usual seconds."""
     with opened_router(*urls(jobs)) as router:
-        cold = router.router.jobs[0]
-        cold.sent = [(time.monotonic() - 3.0, 64 * 64)]
-        cold.backlog_s, cold.polled_s = 0.0, time.monotonic() - 3.0
-        cold.learn(1e-3, time.monotonic())
-        assert cold.took_s / cold.work > 5e-4
+        cold, now = router.router.jobs[0], time.monotonic()
+        cold.polled_s, cold.sent = now - 4.0, [(now - 3.0, 64 * 64)]
+        router.router._learn(*cold.take(1e-3, now))
+        assert router.router._took_s / router.router._work > 5e-4
         for _ in range(12):
             made(router, size="512x512", steps=10)
     assert nums(jobs) == [6, 6]
@@ -132,8 +129,8 @@ def test_a_cold_start_does_not_keep_a_job_from_work(jobs: Pair) -> None:
 def test_a_job_that_got_a_request_is_asked_soon(jobs: Pair) -> None:
     """Here, a request takes far longer than the router thinks."""
     with opened_router(*urls(jobs), soon_s=0.2) as router:
-        made(router, size="64x64", steps=1)
         jobs[0].service.backlog_s = 50.0
+        made(router, size="64x64", steps=1)
         for _ in range(3):
             until(lambda: not any(job.sent for job in router.router.jobs))
             made(router, size="64x64", steps=1)

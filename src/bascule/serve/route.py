@@ -54,8 +54,6 @@ class _Job:
     model: str = ""
     backlog_s: float = 0.0
     polled_s: float = -math.inf
-    took_s: float = 1e-7  # for `work`, of all requests; at first, an H100's for Flux
-    work: float = 1.0
     sent: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     last_s: float = -math.inf  # when a request was sent to it
     has_more: asyncio.Event = field(default_factory=asyncio.Event)  # since the last poll
@@ -67,15 +65,16 @@ class _Job:
             left_s, at_s = max(0.0, left_s - (sent_s - at_s)) + s_per_work * work, sent_s
         return max(0.0, left_s - (time.monotonic() - at_s))
 
-    def learn(self, backlog_s: float, began_s: float) -> None:
-        """Store a polled backlog, and what its growth says of the seconds that work takes."""
+    def take(self, backlog_s: float, began_s: float) -> tuple[float, float]:
+        """Store a polled backlog; return the seconds that it grew, and the work sent for them."""
         counted = [sent for sent in self.sent if sent[0] <= began_s - _COUNTED_S]
+        took_s = work = 0.0
         if counted and backlog_s > 0:  # so it worked all the time since the first of them
             left_s = max(0.0, self.backlog_s - (counted[0][0] - self.polled_s))
             took_s = max(0.0, backlog_s - left_s + began_s - counted[0][0])
-            self.took_s = _KEPT * self.took_s + took_s
-            self.work = _KEPT * self.work + sum(work for _, work in counted)
+            work = sum(work for _, work in counted)
         self.backlog_s, self.polled_s, self.sent = backlog_s, began_s, self.sent[len(counted) :]
+        return took_s, work
 
     def judge(self, reason: str) -> None:
         """Take the job out for a reason, or back."""
@@ -91,6 +90,7 @@ class Router:
         self._options, self._transport, key = options, transport, options.api_key()
         self.jobs = [_Job(url.rstrip("/")) for url in options.urls]
         self._key = {} if key is None else {b"authorization": b"Bearer " + key}
+        self._took_s, self._work = 1e-7, 1.0  # of all jobs; at first, an H100's for Flux
         self._owners = dict[str, _Job]()  # by id of a request, the oldest first
         self._locks = WeakValueDictionary[str, asyncio.Lock]()  # by key of a call
         of_id = [f"/v1/{kind}/{{id}}{{rest:path}}" for kind in ("requests", "videos")]
@@ -147,7 +147,7 @@ class Router:
             if models - {job.model}:
                 what = f"{job.url} serves {job.model}, another job {models.pop()}"
                 raise Refusal(503, f"{what}: give jobs of one model")
-            job.learn(backlog_s, began_s)
+            self._learn(*job.take(backlog_s, began_s))
         except Refusal as refusal:
             reason = refusal.message
         except (LookupError, TypeError, ValueError) as error:
@@ -176,12 +176,18 @@ class Router:
             raise failed
         return None
 
-    def _free_s(self, job: _Job) -> float:
-        """Predict in how many seconds a job is free, by the speed of all jobs.
+    def _learn(self, took_s: float, work: float) -> None:
+        """Note how long work took.
 
-        A job's own speed would be wrong for long: what a cold start made slow gets no more work.
+        Jobs share one speed: one that a cold start made slow would get no work to be timed by.
         """
-        return job.free_s(sum(job.took_s for job in self.jobs) / sum(job.work for job in self.jobs))
+        if work:
+            self._took_s = _KEPT * self._took_s + took_s
+            self._work = _KEPT * self._work + work
+
+    def _free_s(self, job: _Job) -> float:
+        """Predict in how many seconds a job has done what it has."""
+        return job.free_s(self._took_s / self._work)
 
     # --- calls that go to one job -----------------------------------------------------------------
 
