@@ -189,7 +189,7 @@ class SimulationOptions:
 
     @property
     def troubles(self) -> str:
-        """What is wrong with the cluster, in words; empty if nothing is."""
+        """The troubles of the cluster in words; empty without any."""
         does = ((self.slow_ranks, "computes"), (self.slow_links, "sends to other nodes"))
         said = [f"rank {k} {does} {n:g} times as long" for of, does in does for k, n in of.items()]
         said += ["plans know the slow ranks"] * self.set_speeds
